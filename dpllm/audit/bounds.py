@@ -1,6 +1,6 @@
 """Lower bounds on ε from canaries that were included by coin flips.
 
-Place in the flow: from scores and coins to the bounds that decide a verdict. No model is used here.
+The bounds are computed from scores and coins, without a model, and decide the verdict.
 
 There are two situations. *One run*: m canaries, each included by an independent fair coin, one training run, a score
 per canary; the scores may depend on each other in any way. *Independent runs*: one canary in each of n runs. In each,
@@ -12,7 +12,7 @@ two kinds of claim are tested: the pair (ε, δ) of any mechanism, and the trade
 * independent runs, (ε, δ): Clopper-Pearson intervals as in Nasr et al., arXiv:2101.04535;
 * independent runs, curve: Nasr et al., arXiv:2302.07956.
 
-A search for the best of several thresholds also finds one by chance. Here the numbers of guesses form a fixed ladder,
+A search for the best of several thresholds also finds one by chance. Here the numbers of guesses are a fixed ladder,
 the error is divided over all tests, and `LowerBound.correction` states how.
 """
 
@@ -45,7 +45,7 @@ _Ladder = list[tuple[int, int]]  # number of guesses, number of correct guesses
 
 
 class AuditError(ValueError):
-    """Error: an audit would prove nothing, or something untrue; the message names cause, place and remedy."""
+    """An audit would prove nothing, or something untrue; the message states cause, place and remedy."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class LowerBound:
     method: str
     """Name of the method."""
     epsilon: float
-    """ε is at least this, at the given δ; 0: nothing was shown."""
+    """ε is at least this, at the given δ; 0: the method showed nothing."""
     ceiling: float
     """The bound that the method would give for perfect scores of this many canaries."""
     num_guesses: int
@@ -89,12 +89,12 @@ def one_run_bounds(
         scores: (m,) the higher, the likelier the canary was included.
         included: (m,) the coins.
         delta: δ of the claim.
-        confidence: of all bounds together.
+        confidence: the joint confidence of all bounds.
         history: the steps of the run, whose curve is the claim; None: the Gaussian curve.
         tests: number of tests that use the same coins; the error is divided by it.
 
     Raises:
-        AuditError: too few canaries, coins that are all equal, or scores that are not numbers.
+        AuditError: there are too few canaries, all coins are equal, or scores are not numbers.
     """
     scores, included = checked(scores, included, delta, confidence)
     family = plan_family(history, delta) if history is not None else gaussian_family(delta)
@@ -129,7 +129,7 @@ class Claim:
     Args:
         history: the steps that are claimed.
         delta: δ of the claim.
-        confidence: of all bounds together.
+        confidence: the joint confidence of all bounds.
         tests: number of tests that use the same coins; the error is divided by it.
     """
 
@@ -182,12 +182,12 @@ def trial_bounds(
         scores: (n,) one per run; the higher, the likelier the canary was included.
         included: (n,) the coins.
         delta: δ of the claim.
-        confidence: of all bounds together.
+        confidence: the joint confidence of all bounds.
         history: the steps of one run, whose curve is the claim; None: the Gaussian curve.
         tests: number of tests that use the same coins; the error is divided by it.
 
     Raises:
-        AuditError: too few runs, coins that are all equal, or scores that are not numbers.
+        AuditError: there are too few runs, all coins are equal, or scores are not numbers.
     """
     scores, included = checked(scores, included, delta, confidence)
     family = plan_family(history, delta) if history is not None else gaussian_family(delta)
@@ -309,22 +309,22 @@ def checked(
     if scores.ndim != 1 or coins.shape != scores.shape:
         raise AuditError(f"each canary needs one score and one coin, got shapes {scores.shape} and {coins.shape}")
     if coins.dtype != np.bool_:
-        raise AuditError(f"the coins must be true or false, got {coins.dtype}: give whether each canary was included")
+        raise AuditError(f"the coins must be booleans, got {coins.dtype}: state whether each canary was included")
     if not 0 < delta < 1 or not 0 < confidence < 1:
         raise AuditError(f"delta and confidence must be between 0 and 1, got {delta} and {confidence}")
     if not np.isfinite(scores).all():
         raise AuditError(
             f"{int((~np.isfinite(scores)).sum())} of {len(scores)} scores are not finite: the model overflows on these "
-            "canaries; score them in float32, or make other canaries"
+            "canaries. Score them in float32, or use different canaries"
         )
     if len(scores) < FEWEST_CANARIES:
         raise AuditError(
             f"{len(scores)} canaries cannot show anything: even with perfect scores the bound would be "
-            f"{up(_ceiling_of_few(len(scores), delta, confidence), 2)}. Take at least {FEWEST_CANARIES}, better 1000"
+            f"{up(_ceiling_of_few(len(scores), delta, confidence), 2)}. Use at least {FEWEST_CANARIES}, preferably 1000"
         )
     if coins.all() or not coins.any():
         raise AuditError(
-            "all canaries were included, or none, so there is nothing to distinguish: include each canary by its own "
+            "all canaries were included, or none, so there is nothing to distinguish. Include each canary by its own "
             "fair coin (`dpllm audit prepare`)"
         )
     return scores, coins
@@ -356,7 +356,7 @@ def _correction(parts: int, of_what: str, tests: int) -> str:
 
 
 def _best_threshold(scores: NDArray[np.float64], included: NDArray[np.bool_]) -> float:
-    """Return the score threshold whose estimated rates show most, with a pseudo-count in each cell."""
+    """Return the score threshold whose estimated rates show the most, with a pseudo-count in each cell."""
     candidates = np.quantile(scores, np.linspace(0.02, 0.98, 97))
     said_in = scores[None, :] > candidates[:, None]
     num_in, num_out = included.sum() + 2, (~included).sum() + 2

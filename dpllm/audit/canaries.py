@@ -1,13 +1,12 @@
 """Canaries of an audit: their texts, the coins that included them, and a hash that proves that neither was changed.
 
-Place in the flow: `dpllm.audit.prepare` makes a `CanarySet` and saves it as ``canaries.json``, a secret until the
-audit; `dpllm.audit.run` reads it back after the training. A canary is one privacy unit: one record, or the records of
-one new user. Each is included by its own fair coin, as the one-run bounds require (Steinke, Nasr, Jagielski,
-arXiv:2305.08846).
+`dpllm.audit.prepare` creates a `CanarySet` and saves it as ``canaries.json``, a secret until the audit;
+`dpllm.audit.run` reads it after the training. A canary is one privacy unit: one record, or the records of one new user.
+Each is included by its own fair coin, as the one-run bounds require (Steinke, Nasr, Jagielski, arXiv:2305.08846).
 
-The file carries a hash of its whole contents, and the name of the data file contains that hash. So the recipe of the
-run commits to texts, order and coins before the training. The data file holds only the included canaries; both facts
-are checked before a score is computed.
+The file contains a hash of its whole contents, and the data file's name contains that hash. So the run's recipe commits
+to texts, order and coins before the training. The data file holds only the included canaries; both facts are checked
+before a score is computed.
 """
 
 from __future__ import annotations
@@ -44,14 +43,14 @@ _IMPLAUSIBLE = 1e-6  # probability below which coins were not fair
 
 @dataclass(frozen=True, kw_only=True)
 class Canary:
-    """One privacy unit that was made for the audit."""
+    """One privacy unit that was created for the audit."""
 
     records: tuple[tuple[str, str], ...]
     """(prefix, text) of each record; the prefix is not scored, the text is."""
     user: str | int | None = None
     """The new user who owns these records; None at sequence level."""
     included: bool = False
-    """The coin: whether it entered the data."""
+    """The coin: whether the canary entered the data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +60,9 @@ class CanarySet:
     canaries: tuple[Canary, ...]
     """(m,) in secret order."""
     candidates: tuple[Canary, ...] = ()
-    """Further texts of the same kind that never had a coin: the reference of exposure."""
+    """More texts of the same kind that never had a coin: the reference for exposure."""
     kind: str
-    """How the texts were made."""
+    """The kind of the texts."""
     unit: str
     """"sequence" or "user"."""
     repetitions: int = 1
@@ -71,7 +70,7 @@ class CanarySet:
     delta: float
     """δ of the recipe for these data."""
     num_units: int
-    """N of the data, the included canaries counted."""
+    """N of the data, including the included canaries."""
     data_sha256: str
     """Hash of the data file."""
     recipe: dict[str, Any] = field(default_factory=dict)
@@ -122,31 +121,33 @@ class CanarySet:
         """Read a file that `save` wrote.
 
         Raises:
-            AuditError: it cannot be read, is another kind of file, was edited, or states that the canaries were not
+            AuditError: it cannot be read, is a different kind of file, was edited, or states that the canaries were not
                 included by coin flips.
         """
         try:
             raw = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise AuditError(
-                f"{path} cannot be read ({error.strerror}): give the file of `dpllm audit prepare`"
+                f"{path} cannot be read ({error.strerror}). Pass the file that `dpllm audit prepare` wrote"
             ) from error
         except ValueError as error:
             raise AuditError(f"{path} is not JSON ({error})") from error
         if not isinstance(raw, dict) or raw.get("format") != _FORMAT or not isinstance(raw.get("canaries"), list):
-            raise AuditError(f"{path} holds no canaries of format {_FORMAT}: give the file of `dpllm audit prepare`")
+            raise AuditError(
+                f"{path} holds no canaries of format {_FORMAT}. Pass the file that `dpllm audit prepare` wrote"
+            )
         _check_coins(path, raw)
         stored = raw.pop("hash", None)
         try:
             made = cls._from_body(raw)
         except (KeyError, TypeError, ValueError) as error:
             raise AuditError(
-                f"{path} lacks a field that `dpllm audit prepare` writes: {error}. Restore it from a copy"
+                f"{path} lacks a field that `dpllm audit prepare` writes: {error}. Restore the file from a copy"
             ) from error
         if made.hash != stored:
             raise AuditError(
-                f"{path} was edited: its texts, order or coins do not match its hash. Scores are meaningless with "
-                "other coins than those that were flipped; restore the file from a copy"
+                f"{path} was edited: its texts, order or coins do not match its hash. Scores are meaningless unless "
+                "the coins are those that were flipped. Restore the file from a copy"
             )
         return made
 
@@ -171,8 +172,8 @@ def _check_coins(path: str | Path, raw: Mapping[str, Any]) -> None:
     if raw.get("inclusion") != COIN_FLIPS:
         raise AuditError(
             f"{path} states that the canaries were included by {raw.get('inclusion')!r}. The bound holds for "
-            f"{COIN_FLIPS} (arXiv:2305.08846), not for a fixed number or a choice: prepare an "
-            "audit with `dpllm audit prepare`"
+            f"{COIN_FLIPS} (arXiv:2305.08846), not for a fixed number or a selection. Prepare an audit with `dpllm "
+            "audit prepare`"
         )
     for number, item in enumerate(raw["canaries"]):
         if not isinstance(item, dict) or not isinstance(item.get("included"), bool):
@@ -182,11 +183,11 @@ def _check_coins(path: str | Path, raw: Mapping[str, Any]) -> None:
             )
     num, num_in = len(raw["canaries"]), sum(item["included"] for item in raw["canaries"])
     if num == 0:
-        raise AuditError(f"{path} has no canary, so there is nothing to audit with: give the file of another audit")
+        raise AuditError(f"{path} has no canary, so there is nothing to audit with. Pass the file of a different audit")
     if stats.binomtest(num_in, num, 0.5).pvalue < _IMPLAUSIBLE:
         raise AuditError(
-            f"{path}: {num_in} of {num} canaries were included, which fair coins give in less than one case in "
-            f"{1 / _IMPLAUSIBLE:,.0f}. Include each canary by its own fair coin: `dpllm audit prepare` does this"
+            f"{path}: {num_in} of {num} canaries were included, which happens with fair coins in less than one case in "
+            f"{1 / _IMPLAUSIBLE:,.0f}. Include each canary by its own fair coin, as `dpllm audit prepare` does"
         )
 
 
@@ -203,7 +204,7 @@ def record_of(prefix: str, text: str, config: DataConfig) -> dict[str, Any]:
     if made is None:
         raise AuditError(
             f"data.format={config.format!r} cannot hold a canary: the audit needs the probability of a text, which "
-            f"only models of the formats {', '.join(CANARY_FORMATS)} give"
+            f"only the formats {', '.join(CANARY_FORMATS)} provide"
         )
     return made
 
@@ -230,7 +231,7 @@ def count_records(
         batches: records, each batch as columns, which include those of `key_columns`.
         wanted: keys in the form of `key_of`.
         config: the format of the records.
-        unit_column: the column of the user's id; None where it is not part of the keys.
+        unit_column: the column of the user's id; None if it is not part of the keys.
     """
     known, found = set(wanted), Counter[tuple[Any, ...]]()
     columns = key_columns(config, unit_column)
@@ -242,7 +243,7 @@ def count_records(
 
 
 def check_data(made: CanarySet, folder: str | Path) -> None:
-    """Make sure that the data beside ``canaries.json`` match the coins.
+    """Check that the data next to ``canaries.json`` match the coins.
 
     Raises:
         AuditError: the data file is missing or was replaced, an included canary is not in it, or an excluded one is.
@@ -250,11 +251,11 @@ def check_data(made: CanarySet, folder: str | Path) -> None:
     path = Path(folder) / made.data_name
     if not path.is_file():
         raise AuditError(
-            f"{path} is missing: its name is part of the hash of {CANARIES_FILE}. Either the file was moved, or the "
-            f"coins were changed after the data had been written. Restore both files of `dpllm audit prepare`"
+            f"{path} is missing; its name is part of the hash of {CANARIES_FILE}. Either the file was moved, or the "
+            "coins were changed after the data had been written. Restore both files of `dpllm audit prepare`"
         )
     if file_hash(path) != made.data_sha256:
-        raise AuditError(f"{path} is not the file that {CANARIES_FILE} was made with: restore it from a copy")
+        raise AuditError(f"{path} is not the file that {CANARIES_FILE} was made with. Restore it from a copy")
     config, column = made.data, made.unit_column
     # Streamed, so that no copy of private records is left in a cache.
     stored = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
@@ -266,7 +267,7 @@ def check_data(made: CanarySet, folder: str | Path) -> None:
         if any(found[key] != expected for key in own):
             raise AuditError(
                 f"canary {number} was {'included' if canary.included else 'left out'} by its coin, but {path} "
-                "contradicts it: coins and data are not of the same audit, or labels were swapped. Prepare the audit "
+                "contradicts it: coins and data come from different audits, or labels were swapped. Prepare the audit "
                 "again"
             )
 

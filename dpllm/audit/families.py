@@ -1,12 +1,12 @@
 """Families of mechanisms that contain a claim, ordered by how much they leak.
 
-Place in the flow: the first of the audit's statistics. To bound ε from a trade-off curve, the audit finds the most
-leaking mechanism that the observations refute. This needs a family of mechanisms that contains the claimed one:
+To bound ε from a trade-off curve, the audit finds the most leaking mechanism that the observations refute. This needs a
+family of mechanisms that contains the claimed one:
 
 * `plan_family`: the steps of a run with their noise multiplied by a factor. The claim itself has the factor 1, so the
   claim is refuted exactly when its own trade-off curve is. The curve comes from the accountant.
 * `gaussian_family`: Gaussian mechanisms, μ-GDP (Dong, Roth, Su, arXiv:1905.02383). It is used for a model whose steps
-  are unknown, and it is the usual comparison in the literature.
+  are unknown, and is the usual comparison in the literature.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dpllm.privacy.accounting import History, delta_function, epsilon, merge
 from dpllm.privacy.gaussian import gaussian_epsilon
 
 MOST_EPSILON = 50.0
-"""No bound is stated above this ε; no audit of less than 10^20 canaries could show one."""
+"""No bound above this ε is stated; no audit of less than 10^20 canaries could show one."""
 
 _LOSSES = np.concatenate(([0.0], np.geomspace(1e-3, 60.0, 400)))
 _RATES = special.ndtr(np.linspace(-9.0, 9.0, 6001))
@@ -39,7 +39,7 @@ class Member:
     epsilon: float
     """Its ε at the family's δ."""
     least_fpr: Callable[[float], float]
-    """True positive rate of a test -> the smallest false positive rate that it can have, rounded down."""
+    """True positive rate of a test -> its smallest possible false positive rate, rounded down."""
     fine: Callable[[], float] | None = None
     """Its ε on the fine grid of claims, if `epsilon` was computed on a coarser one."""
 
@@ -54,7 +54,7 @@ class Family:
     """Mechanisms that leak more with growing strength.
 
     Attributes:
-        name: name for people.
+        name: a readable name.
         member: a function from a strength above 0 to the mechanism. Strength 1 is the claim, if there is one.
         tolerance: relative resolution of strengths.
     """
@@ -112,7 +112,7 @@ def plan_family(history: History, delta: float) -> Family:
         delta: δ.
 
     Raises:
-        ValueError: the run has no step, or a step without noise: then nothing is claimed.
+        ValueError: the run has no step, or a step without noise, so it claims nothing.
 
     >>> from dpllm.mechanism.events import Step
     >>> round(plan_family([(Step(sampling_rate=1.0, noise_multiplier=1.0), 1)], 1e-5).member(1.0).epsilon, 2)
@@ -141,7 +141,7 @@ def _rounded_down(deltas: np.ndarray) -> Callable[[float], float]:
     """Return the function from a true positive rate to the least false positive rate, from δ at the losses.
 
     From tpr <= exp(e) fpr + D(e) and 1 - fpr <= exp(e) (1 - tpr) + D(e), for every e: any choice of losses gives a
-    valid bound. It rises with tpr, so the value at the next smaller rate of a table is also valid.
+    valid bound. It increases with tpr, so the value at the next smaller rate of a table is also valid.
     """
     factors = np.exp(_LOSSES)
     table = np.zeros_like(_RATES)

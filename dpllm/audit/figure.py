@@ -1,6 +1,6 @@
 """The picture of an audit: how well the scores separate the canaries, and the limit that the claim sets.
 
-Place in the flow: last of the audit's statistics. It is drawn from scores and coins, which the report does not keep.
+It is drawn from scores and coins, which the report does not keep.
 """
 
 from __future__ import annotations

@@ -1,24 +1,24 @@
 """White-box gradient canaries: measure the releases of the private steps of an installed stack.
 
-Place in the flow: above `dpllm.training.run`, which it drives like a training loop; `dpllm.audit.gradient_attacks`
-turns the observations into scores and a verdict. The attacker is the one of differential privacy: the attacker has
-everything, including every gradient that reaches the optimizer, except which canaries took part (Nasr, Song, Thakurta,
-Papernot, Carlini, arXiv:2101.04535; tight in arXiv:2302.07956).
+This module drives `dpllm.training.run` like a training loop; `dpllm.audit.gradient_attacks` turns the observations into
+scores and a verdict. The attacker is that of differential privacy, who knows everything, including every gradient that
+reaches the optimizer, except which canaries took part (Nasr, Song, Thakurta, Papernot, Carlini, arXiv:2101.04535; tight
+in arXiv:2302.07956).
 
 A *block* is T consecutive steps. For each block every canary is included by its own fair coin. A canary that is not
-included contributes nothing, as zero-out adjacency requires; apart from this, the drawn units are those of the run. The
+included contributes nothing, as zero-out adjacency requires; apart from this, the run's own units are drawn. The
 model does not change, so each canary's gradient is known: it is computed once, by plain autograd, one unit at a time. A
-release is kept as its projections, each on the part of one canary's gradient that is orthogonal to all others.
+release is stored as projections, each on the part of one canary's gradient that is orthogonal to all others.
 
 Blocks share only the code that is audited. By parallel composition, the coins of all blocks are therefore those of one
 run with R·m canaries (arXiv:2305.08846) of the claim for T steps. With one canary taken from each block, the blocks are
 R independent runs, which shows more.
 
-Where a step depends on earlier ones (noise that is correlated over steps, a clip threshold that moves), each block is a
-run of its own, from its start (`Restarts`). The attacker also sees how the threshold moves.
+If a step depends on earlier ones (noise that is correlated over steps, a changing clip threshold), each block is a
+separate run, from its start (`Restarts`). The attacker also sees how the threshold changes.
 
-Where an average of the weights is released, it is read as well, from the model, at the end of each block. For this the
-weights move, by plain SGD with a learning rate so small that the model hardly changes. An average of the private
+If an average of the weights is released, it is also read from the model, at the end of each block. For this the weights
+are updated by plain SGD, with a learning rate so small that the model hardly changes. An average of the private
 iterates is a function of the releases, so the claim covers every statistic of both.
 
 Shape suffixes: R blocks, T steps of a block, M canaries, N units, P trainable entries of the model.
@@ -53,12 +53,12 @@ from dpllm.training.run import PrivateRun
 
 
 def updates_by_itself(model: Any) -> bool:
-    """Whether the engine updates the parameters within the private step, as DeepSpeed does."""
+    """Return whether the engine updates the parameters within the private step, as DeepSpeed does."""
     return hasattr(model, "zero_optimization_stage")
 
 
 def whole_parameters(model: Any, inner: nn.Module) -> Tensor:
-    """Return the trainable parameters as the optimizer has them (DeepSpeed: its float32 masters), end to end.
+    """Return the trainable parameters as stored by the optimizer (DeepSpeed: its float32 masters), end to end.
 
     Args:
         model: the return value of ``accelerator.prepare``.
@@ -100,9 +100,9 @@ def _laid_out(inner: nn.Module, read: Callable[[Any], Any]) -> Tensor:
 _PUBLIC_SEED = 0  # seed of the noise directions, which must be the same on every process
 LEAST_VISIBLE = 0.05
 """Share of a gradient that must be orthogonal to the others: a smaller one would hardly show in a release."""
-_MOVEMENT = 1e-5  # change of a parameter's entry in one step, where a release or an average is read from the parameters
+_MOVEMENT = 1e-5  # change of a parameter entry per step, if a release or an average is read from the parameters
 Release = Callable[[NDArray[np.bool_]], Sequence[Tensor]]
-"""From the present units (N,) to the releases of the T steps of one block, (P,) each; the same on every process."""
+"""Maps the present units (N,) to the releases of a block's T steps, (P,) each; the same on every process."""
 
 
 @dataclass(frozen=True)
@@ -122,9 +122,9 @@ class Design:
     steps_per_block: int = 1
     """T."""
     own_runs: bool = False
-    """Whether each block is a run of its own."""
+    """Whether each block is a separate run."""
     steps_per_start: int | None = None
-    """The steps after which a run of a block is resumed; None: never."""
+    """The number of steps after which a block's run is resumed; None: never."""
     average: Average | None = None
     """The average of the weights that is released and read; None: no average."""
 
@@ -132,25 +132,25 @@ class Design:
         """Check the numbers."""
         for name, least in (("num_base", 1), ("num_canaries", 1), ("num_blocks", 1), ("steps_per_block", 1)):
             if getattr(self, name) < least:
-                raise AuditError(f"{name} is {getattr(self, name)}; at least {least} is needed")
+                raise AuditError(f"{name} is {getattr(self, name)}; it must be at least {least}")
         if self.steps_per_start is not None and (self.steps_per_start < 1 or not self.own_runs):
             raise AuditError(
-                f"steps_per_start is {self.steps_per_start}; 1 or more is needed, and own_runs=True: only a run of its "
-                "own can be resumed"
+                f"steps_per_start is {self.steps_per_start}; it must be at least 1, with own_runs=True, since only a "
+                "separate run can be resumed"
             )
         if self.average is not None and not (self.own_runs and len(self.starts) == 1):
             raise AuditError(
-                "An average is that of one run, and is read at its end: set own_runs=True, without steps_per_start"
+                "An average belongs to one run and is read at its end. Set own_runs=True, without steps_per_start"
             )
 
     @property
     def starts(self) -> list[int]:
-        """The steps of each start of a block's run; one for a block that is not resumed."""
+        """The steps of each start of a block's run; one entry if the block is not resumed."""
         most = self.steps_per_start or self.steps_per_block
         return [min(most, self.steps_per_block - first) for first in range(0, self.steps_per_block, most)]
 
     def check(self, plan: PrivacyPlan) -> None:
-        """Make sure that a plan is suitable for this audit.
+        """Check that a plan is suitable for this audit.
 
         Raises:
             AuditError: the plan has too few units or steps, or its ε is not a claim.
@@ -158,20 +158,20 @@ class Design:
         needed = self.steps_per_block * (1 if self.own_runs else self.num_blocks)
         if plan.num_steps < needed:
             raise AuditError(
-                f"{self.num_blocks} blocks of {self.steps_per_block} steps need {needed} steps, the plan has "
-                f"{plan.num_steps}. Make the plan of the audit with num_steps={needed}"
+                f"{self.num_blocks} blocks of {self.steps_per_block} steps need {needed} steps, but the plan has "
+                f"{plan.num_steps}. Create the audit's plan with num_steps={needed}"
             )
         if plan.population < self.num_base + self.num_canaries:
             raise AuditError(
-                f"{self.num_base} base units and {self.num_canaries} canaries, but the plan is for "
-                f"{plan.population} units. Take fewer canaries, or more units"
+                f"There are {self.num_base} base units and {self.num_canaries} canaries, but the plan is for "
+                f"{plan.population} units. Use fewer canaries, or more units"
             )
         if plan.sampling != "unit":
-            raise AuditError('Canaries are whole units, but the plan draws single rows: audit with sampling="unit"')
+            raise AuditError('Canaries are whole units, but the plan draws single rows. Audit with sampling="unit"')
         if plan.noise_multiplier == 0:
-            raise AuditError("The plan has no noise: it claims nothing that could be refuted. Set noise_multiplier")
+            raise AuditError("The plan has no noise, so it claims nothing that could be refuted. Set noise_multiplier")
         if plan.seeded:
-            raise AuditError("The plan has a fixed seed, so its noise is public: audit without privacy.seed")
+            raise AuditError("The plan has a fixed seed, so its noise is public. Audit without privacy.seed")
 
     @property
     def canaries(self) -> NDArray[np.int64]:
@@ -197,7 +197,7 @@ class Basis:
 
     @classmethod
     def of(cls, gradient_KP: Tensor, num_base: int, num_noise: int = 0) -> Basis:
-        """Make the directions of the units' gradients.
+        """Create the directions from the units' gradients.
 
         Args:
             gradient_KP: the gradients of `unit_gradients`, base units first.
@@ -215,7 +215,8 @@ class Basis:
         usable_K = torch.isfinite(norm_K) & (norm_K > 0)
         if not bool(usable_K.all()):
             raise AuditError(
-                f"The gradient of unit {int((~usable_K).nonzero()[0, 0])} is zero or not finite: use other rows for it"
+                f"The gradient of unit {int((~usable_K).nonzero()[0, 0])} is zero or not finite. Use different rows "
+                "for it"
             )
         unit_KP = gradient_KP / norm_K[:, None]
         gram_KK = (unit_KP @ unit_KP.T).double()
@@ -228,9 +229,8 @@ class Basis:
         visible_M = torch.stack([_length(own_K, gram_KK) for own_K in own_MK])
         if float(visible_M.min()) < LEAST_VISIBLE:
             raise AuditError(
-                f"The gradient of canary {int(visible_M.argmin())} is nearly a combination of the other units' "
-                f"(only a share of {float(visible_M.min()):.2g} is orthogonal to them): use fewer canaries, or other "
-                "rows"
+                f"The gradient of canary {int(visible_M.argmin())} is nearly a combination of the other units' (only a "
+                f"share of {float(visible_M.min()):.2g} is orthogonal to them). Use fewer canaries, or different rows"
             )
         canary_MP = (own_MK / visible_M[:, None]).to(unit_KP.dtype) @ unit_KP
         base_P = (base_K / _length(base_K, gram_KK)).to(unit_KP.dtype) @ unit_KP
@@ -279,9 +279,9 @@ class Observations:
         alike_R2: the two steps of a block whose whole releases are most similar, chosen without the coins; both 0 if a
             block has one step.
         noise_RTD: projections on the directions that show only the noise; None: there are none.
-        moved_RT: the logarithm by which each step moved the clip threshold; None: it does not move.
-        average_RM: projections of the released average on the canaries' vectors, as of a sum of releases; None: no
-            average is released.
+        moved_RT: the logarithm by which each step changed the clip threshold; None: it does not change.
+        average_RM: projections of the released average on the canaries' vectors, scaled like a sum of releases; None:
+            no average is released.
     """
 
     included_RM: NDArray[np.bool_]
@@ -294,7 +294,7 @@ class Observations:
 
 
 def unit_gradients(model: nn.Module, rows: TrainingRows, loss_of: LossOf, unit_ids: Sequence[int]) -> Tensor:
-    """Each unit's gradient, by plain autograd on one row at a time, in float64 on a copy of the model.
+    """Return each unit's gradient, by plain autograd on one row at a time, in float64 on a copy of the model.
 
     dpllm's own clipping is not used, so that an error in it cannot hide itself.
 
@@ -311,7 +311,7 @@ def unit_gradients(model: nn.Module, rows: TrainingRows, loss_of: LossOf, unit_i
         AuditError: the rows are packed, so that single rows cannot be run.
     """
     if rows.packed:
-        raise AuditError("Packed rows cannot be run one by one: audit with microbatch.pack=false")
+        raise AuditError("Packed rows cannot be run one by one. Audit with microbatch.pack=false")
     alone = copy.deepcopy(model).double().eval()
     parameters = [p for p in alone.parameters() if p.requires_grad]
     found = []
@@ -345,13 +345,13 @@ class Steps:
         optimizer: the optimizer as prepared for its engine. Its learning rates are overwritten.
         loss_of: the loss function for `PrivateRun.step`.
         num_steps: T.
-        moves: whether the weights move on every engine, so that their average can be read.
+        moves: whether the weights are updated on every engine, so that their average can be read.
 
     Attributes:
-        moved: the logarithm by which each step of the last block moved the clip threshold; empty: it does not move.
+        moved: the logarithm by which each step of the last block changed the clip threshold; empty: it does not change.
 
     Raises:
-        AuditError: the weights move, and the optimizer is not plain SGD.
+        AuditError: the weights are updated, but the optimizer is not plain SGD.
     """
 
     def __init__(
@@ -398,15 +398,15 @@ class Steps:
 
 
 class Restarts:
-    """Blocks that are runs of their own: each is started in its own folder, and may be interrupted and resumed.
+    """Blocks that are separate runs: each is started in its own folder, and may be interrupted and resumed.
 
-    All steps of a block are charged to one ledger, and the attacker sees all releases, also those before an
+    All steps of a block are charged to one ledger, and the attacker sees all releases, including those before an
     interruption.
 
     Args:
-        folder: folder of the runs.
-        plan: plan of one block, so that ``plan.num_steps`` is T.
-        rows: rows of the runs.
+        folder: the runs' folder.
+        plan: the plan of one block, so that ``plan.num_steps`` is T.
+        rows: the rows of the runs.
         model: the model as for `Steps`, but not attached.
         optimizer: the optimizer as for `Steps`.
         loss_of: the loss function as for `Steps`.
@@ -415,12 +415,12 @@ class Restarts:
         gradients: as for `PrivateRun.attach`.
 
     Attributes:
-        moved: as of `Steps`.
-        averaged: (P,) the movement of the average of the last block's weights, in units of a sum of releases. None: no
+        moved: as in `Steps`.
+        averaged: (P,) the change of the average of the last block's weights, in units of a sum of releases. None: no
             average is released.
 
     Raises:
-        AuditError: the average cannot be read: under DeepSpeed, or from weights in 16 bits.
+        AuditError: the average cannot be read: under DeepSpeed, or from 16-bit weights.
     """
 
     def __init__(
@@ -445,7 +445,7 @@ class Restarts:
         self.averaged: Tensor | None = None
 
     def __call__(self, present_N: NDArray[np.bool_]) -> list[Tensor]:
-        """Take the steps of one block, resuming before each start but the first."""
+        """Take the steps of one block, resuming before each start except the first."""
         folder, released = self._folder / f"block {self._blocks}", []
         self._blocks += 1
         self.moved = []
@@ -453,7 +453,7 @@ class Restarts:
             begin = PrivateRun.resume if number else PrivateRun.start
             run = begin(folder, self._plan, self._rows)
             averaging = None if self._average is None else Averaging(self._average, self._plan.num_steps)
-            # The effect of earlier blocks on the weights is among the releases that the attacker sees anyway.
+            # The releases that the attacker sees include the effect of earlier blocks on the weights.
             run.attach(
                 self._model,
                 self._optimizer,
@@ -480,27 +480,26 @@ class Restarts:
 
 
 def learning_rate(plan: PrivacyPlan) -> float:
-    """Return the learning rate with which the noise of a step moves the weights by about 1e-5."""
+    """Return the learning rate with which a step's noise changes the weights by about 1e-5."""
     return _MOVEMENT * plan.expected_batch_size / plan.noise_stddev
 
 
 def _require_readable_average(model: Any) -> None:
-    """Check that the movement of the weights can be read from the model.
+    """Check that changes of the weights can be read from the model.
 
     Raises:
-        AuditError: it cannot.
+        AuditError: they cannot.
     """
     if updates_by_itself(model):
         raise AuditError(
-            "Under DeepSpeed the audit cannot read the released average of the weights. Audit it on another engine, "
-            "and the steps on this one with train.average=null"
+            "Under DeepSpeed the audit cannot read the released average of the weights. Audit the average on a "
+            "different engine, and the steps on this one with train.average=null"
         )
     short = next((p.dtype for p in model.parameters() if p.requires_grad and p.dtype.itemsize < 4), None)
     if short is not None:
         raise AuditError(
-            f"The trained weights are {short}, in which the small movements of an audit are lost, and with them the "
-            "average that is released. Load the model in float32 (model.dtype=float32), or audit the steps only, with "
-            "train.average=null"
+            f"The trained weights are {short}, which loses the small changes of an audit, and so the released average. "
+            "Load the model in float32 (model.dtype=float32), or audit only the steps, with train.average=null"
         )
 
 
@@ -512,7 +511,7 @@ def observe(
     processes: Processes | None = None,
     on_block: Callable[[], None] = lambda: None,
 ) -> Observations:
-    """Run all blocks and keep the projections of their releases. Call it on all processes together.
+    """Run all blocks and return the projections of their releases. Call it on all processes together.
 
     Args:
         release: `Steps`, or `Restarts`.
@@ -526,7 +525,7 @@ def observe(
         The observations, the same on every process.
 
     Raises:
-        AuditError: a block released a wrong number of vectors, or vectors of another size than the basis.
+        AuditError: a block released a wrong number of vectors, or vectors with a different size than the basis.
     """
     processes = Processes() if processes is None else processes
     included_RM = processes.from_main(
@@ -542,7 +541,7 @@ def observe(
             raise AuditError(
                 f"A block released {len(released)} vectors of {released[0].numel() if released else 0} entries, but "
                 f"{design.steps_per_block} of {basis.base_P.numel()} are expected: the trained model is not the one "
-                "whose gradients were taken"
+                "whose gradients were computed"
             )
         wide_TP = torch.stack([vector.to(basis.base_P) for vector in released])
         canary_RTM.append((wide_TP @ basis.canary_MP.T).cpu().numpy())
@@ -578,7 +577,7 @@ def _most_alike(wide_TP: Tensor) -> tuple[int, int]:
 
 
 def _check_plain_sgd(optimizer: torch.optim.Optimizer) -> None:
-    """Make sure that the release can be computed from the change of the parameters.
+    """Check that the release can be computed from the change of the parameters.
 
     Raises:
         AuditError: the optimizer is not plain SGD.
@@ -589,6 +588,6 @@ def _check_plain_sgd(optimizer: torch.optim.Optimizer) -> None:
     )
     if not plain:
         raise AuditError(
-            f"A release or an average is computed from the change of the parameters, but {type(optimizer).__name__} "
-            "with its settings does not change them by the gradient only. Audit with torch.optim.SGD without momentum"
+            f"A release or an average is computed from the parameters' change, but {type(optimizer).__name__} with its "
+            "settings changes them by more than the gradient. Audit with torch.optim.SGD without momentum"
         )

@@ -1,26 +1,26 @@
-"""From the observed releases to a verdict: the scores of an attacker, and the bounds on ε that follow.
+"""Turn observed releases into a verdict: the scores of an attacker, and the bounds on ε that follow.
 
-Place in the flow: above `dpllm.audit.gradient`. Each attack gives every canary a score without using its coin; the
-higher the score, the likelier the canary was present:
+Each attack gives every canary a score without using its coin; the higher the score, the likelier the canary was
+present:
 
-* *total*: its projection, added up over the steps of the block. This is the best attack on a Gaussian sum.
+* *total*: its projection, summed over the block's steps. This is the best attack on a Gaussian sum.
 * *others*: minus the projection on the base units' gradient. It shows that a unit changes the contribution of others (a
   loss averaged over the batch), or that an extra term enters when few units are present.
 * *repeated noise*: the distance between its projections in the two most similar releases of the block. If both carry
   the same noise, the difference shows without noise that the canary took part in one of them.
-* *known order*: its projection in the one step that it would be in if units came in the order of their numbers, or in
-  the order of a stock sampler with its default seed (`torch.utils.data.DistributedSampler`: seed 0). It is used when a
-  block is one pass over the units.
+* *known order*: its projection in the one step that it would be in if units were ordered by number, or by a stock
+  sampler with its default seed (`torch.utils.data.DistributedSampler`: seed 0). It is used when a block is one pass
+  over the units.
 
-Noise that is correlated over steps is undone first: with the strategy M of the plan, M times the releases of a start
-has independent noise. An attack then weighs the steps by the columns of M, in which a unit shows. Further attacks are:
+Noise that is correlated over steps is decorrelated first: with the plan's strategy M, M times the releases of a start
+has independent noise. An attack then weights the steps by the columns of M, in which a unit shows. Further attacks are:
 
 * *one group*: the largest such sum over the steps of one group of units (in a fixed order: of those a pass apart);
 * *others earlier*, *others later*: in which group the base units are. It shows that a unit changes the group of others;
-* *threshold up*, *threshold down*: how far a clip threshold moved;
+* *threshold up*, *threshold down*: how far a clip threshold changed;
 * *average*: the projection of the released average. It shows weights without noise among those that were averaged;
 * *average, earlier noise known*: the same, without the part of all steps before each iterate, which the releases show.
-  It shows iterates that only lack the noise of their own step.
+  It shows iterates that lack only the noise of their own step.
 
 The noise itself is also tested, on directions to which no unit contributes. There, a standard deviation that is a tenth
 too small shows at once, while a lower bound on ε shows it only when half of the noise is missing. Blocks of several
@@ -63,7 +63,7 @@ def judge_releases(
         seen: the observations of `dpllm.audit.gradient.observe`.
         plan: the plan of the run.
         design: the design of the audit.
-        setup: a description of the audited stack, for people.
+        setup: a readable description of the audited stack.
         confidence: confidence of the verdict.
 
     Raises:
@@ -127,7 +127,7 @@ def scores_of(seen: Observations, plan: PrivacyPlan, design: Design) -> dict[str
     """Return (R, M) scores of every attack that applies to this number of steps.
 
     Raises:
-        AuditError: the observations are not those of the design.
+        AuditError: the observations do not match the design.
     """
     expected = (design.num_blocks, design.steps_per_block, design.num_canaries)
     if seen.canary_RTM.shape != expected:
@@ -161,7 +161,7 @@ def scores_of(seen: Observations, plan: PrivacyPlan, design: Design) -> dict[str
 
 
 def strategy(plan: PrivacyPlan, design: Design) -> NDArray[np.float64]:
-    """Return M of the steps of a block, (T, T): a fresh one for each start."""
+    """Return M of a block's steps, (T, T): a separate one for each start."""
     found_TT = np.zeros((design.steps_per_block, design.steps_per_block))
     first = 0
     for num_steps in design.starts:
@@ -180,12 +180,12 @@ def white(noise_RTD: NDArray[np.float64], plan: PrivacyPlan, design: Design) -> 
 
 
 def _of_all(score_R: NDArray[np.float64], design: Design) -> NDArray[np.float64]:
-    """Return the score of a block for each of its canaries."""
+    """Return a block's score for each of its canaries."""
     return np.repeat(score_R[:, None], design.num_canaries, axis=1)
 
 
 def _of_average(seen: Observations, design: Design) -> dict[str, NDArray[np.float64]]:
-    """Return the scores of the released average, which is Σ_t a_t Σ_(s<=t) release_s if it is that of the iterates."""
+    """Return the scores of the released average, which is Σ_t a_t Σ_(s<=t) release_s if it averages the iterates."""
     if seen.average_RM is None or design.average is None:
         return {}
     own_T = weights_of(design.average, design.steps_per_block)
@@ -196,7 +196,7 @@ def _of_average(seen: Observations, design: Design) -> dict[str, NDArray[np.floa
 
 
 def _by_group(shown_RT: NDArray[np.float64], num_groups: int, design: Design) -> NDArray[np.float64]:
-    """Return the sums over the steps of each group, which the steps of each start take in turn."""
+    """Return the sums over the steps of each group; the steps of each start cycle through the groups."""
     groups = [number % num_groups for num_steps in design.starts for number in range(num_steps)]
     return np.stack([shown_RT[:, np.array(groups) == group].sum(1) for group in range(num_groups)], axis=1)
 

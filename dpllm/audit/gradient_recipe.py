@@ -1,8 +1,8 @@
 """The gradient audit of a recipe's model, on any engine that `accelerate launch` sets up.
 
-Place in the flow: between the command `dpllm audit gradient` and `dpllm.audit.gradient`. No private row is read: base
-units and canaries are rows of random tokens. These rows and all random starting weights are the same on every process.
-The audit covers the installed stack: model, adapters, clipping, noise, engine and library versions.
+This is the command `dpllm audit gradient`. No private row is read: base units and canaries are rows of random tokens.
+These rows and all random starting weights are the same on every process. The audit covers the installed stack: model,
+adapters, clipping, noise, engine and library versions.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ MOST_UNITS = 1024
 MOST_TOKENS = 4096
 """Largest number of tokens of a canary's row: its gradient is computed in float64."""
 NOISE_PROJECTIONS = 1600
-"""Smallest number of projections of the noise that are tested, if the directions allow it."""
+"""Smallest number of tested noise projections, if the directions allow it."""
 
 _PUBLIC_SEED = 0  # seed of rows and starting weights, which must be the same on every process
 
@@ -94,7 +94,7 @@ class Settings:
         if self.blocks * self.steps > MOST_STEPS:
             raise AuditError(
                 f"{self.blocks} blocks of {self.steps} steps are {self.blocks * self.steps} steps, but at most "
-                f"{MOST_STEPS} are allowed: lower --blocks or --steps"
+                f"{MOST_STEPS} are allowed. Lower --blocks or --steps"
             )
 
     @property
@@ -103,19 +103,19 @@ class Settings:
         return min(8, -(-NOISE_PROJECTIONS // (self.blocks * self.steps)))
 
     def audit(self, privacy: PrivacyConfig, average: Average | None = None) -> tuple[Design, PrivacyPlan]:
-        """Return the design of the audit, and the plan of its runs: with the mechanism of a recipe.
+        """Return the design of the audit, and the plan of its runs, with a recipe's mechanism.
 
-        Where steps depend on earlier ones, or an average is released, each block is a run of its own. Where units are
-        in groups, the sampling rate is that within a group, and units that are never present fill the last one. In a
-        fixed order, it is the share of the units in each step.
+        If steps depend on earlier ones, or an average is released, each block is a separate run. If units are in
+        groups, the sampling rate is that within a group, and units that are never present fill the last one. In a fixed
+        order, it is the share of the units in each step.
 
         Args:
-            privacy: of the recipe.
+            privacy: the recipe's privacy section.
             average: the average of the weights that the recipe releases.
 
         Raises:
-            AuditError: the sampling rate does not give a whole number of units per step, a number of the noise is open,
-                or a block has too few steps for it; or the parts have no accounting.
+            AuditError: the sampling rate does not give a whole number of units per step, the noise has open numbers, a
+                block has too few steps for it, or the parts have no accounting.
         """
         asked = noise_of(Spec.of(privacy.noise))
         groups = self._groups(asked)
@@ -123,8 +123,8 @@ class Settings:
         batch = round(self.sampling_rate * group)
         if batch < 1 or abs(batch - self.sampling_rate * group) > 1e-9:
             raise AuditError(
-                f"A sampling rate of {self.sampling_rate:g} of {group} units is not a whole number of units: use "
-                f"{max(1, batch)}/{group} = {max(1, batch) / group:g}, or another number of units"
+                f"A sampling rate of {self.sampling_rate:g} does not give a whole number of {group} units. Use "
+                f"{max(1, batch)}/{group} = {max(1, batch) / group:g}, or a different number of units"
             )
         correlated = asked.tensors_kept > 0
         adapts = isinstance(clipping_of(Spec.of(privacy.clipping), privacy.clip_norm), AdaptiveClipping)
@@ -163,18 +163,18 @@ class Settings:
         groups = noise.unit_groups
         if groups is None:
             raise AuditError(
-                "The recipe leaves the bands of its noise open, and the audit has no run for which to choose them. Add "
-                "their number, for instance 'privacy.noise={kind: banded, bands: 4}'"
+                "The recipe does not fix the bands of its noise, and the audit has no run for which to choose them. "
+                "Add their number, for instance 'privacy.noise={kind: banded, bands: 4}'"
             )
         if groups == 1 and self.steps < 2:
             raise AuditError(
-                f"A block has {self.steps} step, and the noise is correlated over steps: add --steps 8, so that "
-                "steps depend on each other and units come back"
+                f"A block has {self.steps} step, but the noise is correlated over steps. Add --steps 8, so that steps "
+                "depend on each other and units recur"
             )
         if self.steps < 2 * groups:
             raise AuditError(
-                f"A block has {self.steps} step(s), and the noise has {groups} bands: two cycles are needed, so that "
-                f"units come back. Add --steps {2 * groups}"
+                f"A block has {self.steps} step(s), but the noise has {groups} bands, and units recur only after a "
+                f"full cycle. Add --steps {2 * groups}, two cycles"
             )
         return groups
 
@@ -185,7 +185,7 @@ def audit_recipe(recipe: Recipe, settings: Settings, on_block: Callable[[], None
     Args:
         recipe: its model, mechanism, average and microbatch are used; its data are not read.
         settings: blocks, canaries, noise.
-        on_block: called after each block, for showing progress.
+        on_block: called after each block, to show progress.
 
     Returns:
         The result on rank 0, None on the others.
@@ -236,7 +236,7 @@ def audit_recipe(recipe: Recipe, settings: Settings, on_block: Callable[[], None
 
 
 def _model_and_rows(recipe: Recipe, settings: Settings, max_rows: int, num_units: int) -> tuple[Any, TrainingRows]:
-    """Return the recipe's model, and rows of random tokens of two lengths, one for each unit."""
+    """Return the recipe's model, and rows of random tokens of two lengths, one row per unit."""
     public = recipe.public_pretrain
     texts = None
     if public and recipe.model.tokenizer_vocab_size:
@@ -246,7 +246,7 @@ def _model_and_rows(recipe: Recipe, settings: Settings, max_rows: int, num_units
     model = load_model(recipe.model, tokenizer, 2)
     room = Limits.of(model).positions
     if room is not None and settings.tokens > room:
-        raise AuditError(f"tokens is {settings.tokens}, but the model has {room} positions: lower --tokens")
+        raise AuditError(f"tokens is {settings.tokens}, but the model has {room} positions. Lower --tokens")
     rng = np.random.default_rng(_PUBLIC_SEED)
     size = int(model.config.num_labels or 2)
     examples = [_random_row(rng, settings.tokens - unit % 2, len(tokenizer), task, size) for unit in range(num_units)]

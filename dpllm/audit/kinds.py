@@ -1,8 +1,7 @@
 """The texts of canaries, made only from public sources.
 
-Place in the flow: below `dpllm.audit.prepare`. A text must be practically unseen, so that a model can have learnt it
-only from the training data. It must not belong to any person, since an audit may print it. Private records are
-therefore never read here. There are three kinds:
+A text must be practically unseen, so that a model can have learnt it only from the training data. It must not belong to
+any person, since an audit may print it. Private records are therefore never read here. There are three kinds:
 
 * *random tokens*: uniform over the tokens that decode to readable text;
 * *rare suffix*: the beginning of a public text, followed by tokens that hardly occur in public text (after Panda et
@@ -37,11 +36,11 @@ def distinct(draw: Callable[[int], Sequence[Pair]], num: int) -> list[Pair]:
     """Return `num` pairs whose texts are all different and not empty.
 
     Args:
-        draw: a function that makes about the number of pairs that it is given.
+        draw: a function that returns about the requested number of pairs.
         num: number of pairs.
 
     Raises:
-        AuditError: it keeps making the same texts.
+        AuditError: it repeats the same texts.
 
     >>> import itertools
     >>> numbers = itertools.cycle("abc")
@@ -56,13 +55,13 @@ def distinct(draw: Callable[[int], Sequence[Pair]], num: int) -> list[Pair]:
         if len(found) >= num:
             return [(prefix, text) for text, prefix in list(found.items())[:num]]
     raise AuditError(
-        f"only {len(found)} of {num} canaries could be made without repeating one: make them longer (--length), "
-        "take fewer (--canaries), or another kind (--kind)"
+        f"only {len(found)} of {num} canaries could be made without repeating one. Make them longer (--length), use "
+        "fewer (--canaries), or a different kind (--kind)"
     )
 
 
 def readable_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens that decode to readable text by themselves, in rising order.
+    """Return the tokens that decode to readable text by themselves, in ascending order.
 
     Raises:
         AuditError: there are fewer than two.
@@ -77,8 +76,8 @@ def readable_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     ]
     if len(found) < 2:
         raise AuditError(
-            "the tokenizer has fewer than two tokens that decode to readable text, so it can make no canary. Use "
-            "another tokenizer"
+            "the tokenizer has fewer than two tokens that decode to readable text, so it cannot make a canary. Use a "
+            "different tokenizer"
         )
     return found
 
@@ -120,8 +119,8 @@ def rare_suffix(
     beginnings = [text for text in public if text.strip()]
     if not beginnings:
         raise AuditError(
-            "a canary with a rare suffix begins with public text, but there is none: give a file with a text per line "
-            "(--prefixes), a recipe with public_pretrain, or another kind (--kind)"
+            "a canary with a rare suffix begins with public text, but there is none. Pass a file with one text per "
+            "line (--prefixes), a recipe with public_pretrain, or a different kind (--kind)"
         )
     counts = np.zeros(len(tokenizer), dtype=np.int64)
     for ids in _encode(tokenizer, beginnings):
@@ -144,7 +143,7 @@ def sampled(
 
     Args:
         model: a causal language model of transformers.
-        tokenizer: its own.
+        tokenizer: the model's tokenizer.
         lengths: tokens of the prefix, 0 for none, and of the text.
         temperature: temperature of the sampling; 0.8 or more gives distinctive texts (arXiv:2606.10481).
         seed: seed of the sampling.
@@ -157,7 +156,7 @@ def sampled(
         raise AuditError(f"the temperature must be above 0, got {temperature}; 1 keeps the model's probabilities")
     if begin is None:
         raise AuditError(
-            "the tokenizer has no token to begin or end a text with, so the model cannot write without a prompt. Set "
+            "the tokenizer has no token that begins or ends a text, so the model cannot write without a prompt. Set "
             "its bos_token or eos_token"
         )
     generator = torch.Generator().manual_seed(seed)

@@ -1,10 +1,10 @@
 """Membership inference on real records: several attacks at once, and how well each separates members from others.
 
-Place in the flow: from token scores of members and non-members to a table. The result of an attack is an estimate. The
-bound beside it holds for any attack on this run (`dpllm.privacy.risk.attack_risk`), for a record whose text entered the
-data once and a non-member from the same distribution. `check_exchangeable` refuses non-members that a model which saw
-neither can already separate from the members (Das, Zhang, Tramèr, arXiv:2406.16201, show how often published attacks
-measure this difference instead).
+Token scores of members and non-members become a table. The result of an attack is an estimate. The bound next to it
+holds for any attack on this run (`dpllm.privacy.risk.attack_risk`), for a record whose text entered the data once and a
+non-member from the same distribution. `check_exchangeable` refuses non-members that a model trained on neither can
+already separate from the members (Das, Zhang, Tramèr, arXiv:2406.16201, show how often published attacks measure this
+difference instead).
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class MembershipResult:
     scores: Floats = field(repr=False)
     """(m,) the higher, the likelier a member."""
     included: NDArray[np.bool_] = field(repr=False)
-    """(m,) whether it is one."""
+    """(m,) whether it is a member."""
     auroc: Estimate
     """Area under the ROC curve; 1/2 is blind guessing."""
     true_positive_rate: dict[float, Estimate]
-    """False positive rate -> share of members found; a rate that needs more non-members is left out."""
+    """False positive rate -> share of members found; a rate that needs more non-members is omitted."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values; the scores of single records are left out."""
+        """Return plain values, without the scores of single records."""
         rates = {f"{rate:g}": found.to_dict() for rate, found in self.true_positive_rate.items()}
         return {"attack": self.name, "auroc": self.auroc.to_dict(), "true_positive_rate": rates}
 
@@ -62,13 +62,13 @@ class MembershipResult:
 def judge_attack(name: str, scores: Floats, included: NDArray[np.bool_]) -> MembershipResult:
     """Return the area under the ROC curve and the true positive rates of an attack, at false positive rates `RATES`.
 
-    Rates below 1 / (number of non-members) are left out: the true false positive rate of a threshold that no non-member
+    Rates below 1 / (number of non-members) are omitted: the true false positive rate of a threshold that no non-member
     exceeds may be many times higher.
 
     Args:
         name: name of the attack.
         scores: (m,) the higher, the likelier a member.
-        included: (m,) whether it is one.
+        included: (m,) whether it is a member.
 
     Raises:
         AuditError: a score is NaN; there are no members, or no others.
@@ -79,7 +79,7 @@ def judge_attack(name: str, scores: Floats, included: NDArray[np.bool_]) -> Memb
     """
     if np.isnan(scores).any():
         raise AuditError(
-            f"the attack '{name}' has no score for {int(np.isnan(scores).sum())} records (NaN): the model gives them "
+            f"the attack '{name}' has no score for {int(np.isnan(scores).sum())} records (NaN): the model assigns them "
             "no probability. Check that its training loss was not NaN"
         )
     others = int((~np.asarray(included, dtype=bool)).sum())
@@ -95,7 +95,7 @@ def membership_scores(
     Args:
         tuned: R records under the model that is attacked.
         texts: (R,) the texts of their target tokens.
-        reference: the same records under a model that saw none of them; without it the ratio is left out.
+        reference: the same records under a model that saw none of them; without it the ratio is omitted.
     """
     found = {
         "loss": loss_score(tuned),
@@ -107,7 +107,7 @@ def membership_scores(
 
 
 def check_exchangeable(reference: TokenScores, included: NDArray[np.bool_]) -> Estimate:
-    """Make sure that a model which saw none of the records cannot separate members from others.
+    """Check that a model that saw none of the records cannot separate members from others.
 
     Args:
         reference: the records under that model.
@@ -121,11 +121,11 @@ def check_exchangeable(reference: TokenScores, included: NDArray[np.bool_]) -> E
     """
     found = auroc(loss_score(reference), included)
     num_in, num_out = int(included.sum()), int((~included).sum())
-    deviation = math.sqrt((num_in + num_out + 1) / (12 * num_in * num_out))  # of an area of scores without a difference
+    deviation = math.sqrt((num_in + num_out + 1) / (12 * num_in * num_out))  # of the area, if scores do not differ
     if abs(found.value - 0.5) > _TOO_FAR * deviation:
         raise AuditError(
-            f"members and held-out records differ before any training: the reference model, which saw neither, "
-            f"separates them with an AUROC of {found}. An attack would measure that difference and not membership. "
+            "members and held-out records differ before any training: the reference model, trained on neither, "
+            f"separates them with an AUROC of {found}. An attack would measure that difference instead of membership. "
             "Hold out a random share of the same records (data.eval) and train again"
         )
     return found

@@ -1,9 +1,9 @@
 """The probability that an audit notices that a run has less noise than its plan.
 
-Place in the flow: beside the bounds. An audit that cannot fail shows nothing. So every verdict states the share of such
-audits that would refute a run with σ/√2 and with σ/2. The best possible attacker is assumed: the scores are simulated
-from the trade-off curve of the weaker run, approximated by the Gaussian mechanism of the same ε. Real attacks on a
-finished model score worse, so these shares are upper limits.
+An audit that cannot fail shows nothing. So every verdict states the share of such audits that would refute a run with
+σ/√2 and with σ/2. The best possible attacker is assumed: the scores are simulated from the trade-off curve of the
+weaker run, approximated by the Gaussian mechanism with the same ε. Real attacks on a finished model score worse, so
+these shares are upper limits.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from dpllm.privacy.gaussian import gaussian_distance
 from dpllm.privacy.rounding import up
 
 WEAKER = {"σ/√2": math.sqrt(2), "σ/2": 2.0}
-"""Name of the noise of a weaker run -> the factor by which it is smaller."""
+"""Name of a weaker run's noise -> the factor by which it is smaller."""
 HARDLY = 0.2
 """An audit that notices σ/2 with a smaller probability can hardly fail."""
 
 _SIMULATIONS = 40
 _SEED = 20262
-_STRONGEST = 40.0  # μ of a mechanism that, as far as a simulation can show, hides nothing
+_STRONGEST = 40.0  # μ of a mechanism that hides nothing, as far as a simulation can show
 
 
 def power(
@@ -97,7 +97,7 @@ class NoiseTest:
     error: float
     """Probability that correct noise is refuted because of `highest`, and the same again because of `weakest`."""
     weakest: float | None = None
-    """The upper end for the direction over the steps of a block in which the deviation is smallest; None: not known."""
+    """The upper end for the direction over a block's steps with the smallest deviation; None: unknown."""
 
     @classmethod
     def of(cls, projections: NDArray[np.float64], stddev: float, error: float) -> NoiseTest:
@@ -145,7 +145,7 @@ class NoiseTest:
 
 
 def power_in_words(shares: Mapping[str, float]) -> str:
-    """Return the shares in one sentence.
+    """Return the shares as one sentence.
 
     >>> power_in_words({"σ/√2": 0.05, "σ/2": 0.1})
     'an ideal attack would refute σ/√2 in 5 %, σ/2 in 10 % of such audits: this audit can hardly fail'

@@ -1,12 +1,11 @@
 """Data with canaries, and the recipe that trains on them.
 
-Place in the flow: before the training of a model that is to be audited. `prepare` reads the records of a recipe as the
-training would, makes canaries, and tosses a fair coin for each. It writes a folder with the records and the included
-canaries at random positions among them, the recipe that trains on these, and ``canaries.json``. This file is a secret
-until the audit: the person who trains must not know the coins.
+`prepare` reads a recipe's records as the training would, creates canaries, and tosses a fair coin for each. It writes a
+folder with the records and the included canaries at random positions among them, the recipe that trains on these, and
+``canaries.json``. This file is a secret until the audit: the person who trains must not know the coins.
 
-The coins test the zero-out adjacency, with one difference that all audits of DP-SGD share: an excluded canary is not a
-unit that contributes nothing; it is absent. So N, and with it q = b/N, depends on the coins, by one part in N for each.
+The coins test the zero-out adjacency, with one difference that all audits of DP-SGD share: an excluded canary is absent
+instead of a unit that contributes nothing. So N, and with it q = b/N, depends on the coins, by one part in N for each.
 N is public, and the bounds guess only from scores.
 """
 
@@ -56,7 +55,7 @@ HELD_OUT_FILE = "held_out.parquet"
 RUN_FOLDER = "run"
 DEFAULT_CANARIES = 1000
 MOST_CANARIES = 20_000
-"""Largest number of canaries of an audit: with more, its bounds take longer than minutes."""
+"""Largest number of canaries of an audit; with more, its bounds would take more than minutes."""
 MOST_CANARY_TOKENS = 20_000_000
 """Largest number of tokens of all canaries and candidates together."""
 
@@ -78,23 +77,24 @@ class CanaryOptions:
     length: int | None = None
     """Tokens of a canary's own text. None: 32, or half of `data.max_length` if that is less."""
     records_per_user: int | None = None
-    """Different records of one canary user. None: 8, or the largest number that a user may have. Only at user level."""
+    """Different records per canary user. None: 8, or the largest number that a user may have. Only at user level."""
     repetitions: int = 1
     """How often each of these records is in the data. Only at user level."""
     prefixes: Sequence[str] | None = None
-    """Public texts that canaries with a rare suffix begin with. None: the recipe's public text."""
+    """Public texts with which canaries with a rare suffix begin. None: the recipe's public text."""
     sampler: str | None = None
-    """Folder or Hub id of the model that writes the sampled ones. None: the recipe's `model.name`."""
+    """Folder or Hub id of the model that writes the sampled canaries. None: the recipe's `model.name`."""
     temperature: float = 1.0
     """Temperature of the sampling."""
     num_candidates: int | None = None
-    """Further texts of the same kind, without coins, for exposure. None: the number of canaries."""
+    """More texts of the same kind, without coins, for exposure. None: the number of canaries."""
 
     def __post_init__(self) -> None:
         """Check the values."""
         if self.kind not in KINDS:
             raise AuditError(
-                f"unknown kind of canary {self.kind!r}{nearest(self.kind, KINDS) or '.'} Known: {', '.join(KINDS)}"
+                f"unknown kind of canary {self.kind!r}{nearest(self.kind, KINDS) or '.'} Known kinds: "
+                f"{', '.join(KINDS)}"
             )
         for name, most in (("num", MOST_CANARIES), ("length", None), ("records_per_user", None), ("repetitions", None)):
             value = getattr(self, name)
@@ -102,7 +102,7 @@ class CanaryOptions:
                 raise AuditError(f"{name} must be at least 1, got {value}")
             if value is not None and most is not None and value > most:
                 raise AuditError(
-                    f"{name} must be at most {most}, got {value}: more canaries hardly raise the bound. Take fewer "
+                    f"{name} must be at most {most}, got {value}: more canaries hardly raise the bound. Use fewer "
                     "(--canaries)"
                 )
         if self.num_candidates is not None and self.num_candidates < 0:
@@ -148,8 +148,8 @@ def prepare(recipe: Recipe, folder: str | Path, options: CanaryOptions | None = 
     """Write data with canaries into a new folder, and the recipe that trains on them.
 
     Guarantee: the coins are fair, independent and from the operating system's entropy; only the data file depends on
-    them. Canaries are made without reading a private record; afterwards it is checked that none of them is already in
-    the data.
+    them. Canaries are created without reading a private record; afterwards a check ensures that none of them is already
+    in the data.
 
     Args:
         recipe: the training to audit. Held-out records are split off first, so that no canary is among them.
@@ -157,7 +157,7 @@ def prepare(recipe: Recipe, folder: str | Path, options: CanaryOptions | None = 
         options: number and kind of the canaries.
 
     Raises:
-        AuditError: the canaries could show nothing, or something untrue, or cannot be made for this recipe.
+        AuditError: the canaries could show nothing, or something untrue, or cannot be created for this recipe.
         ValueError: the records, the tokenizer or the model cannot be loaded.
     """
     options, folder = options or CanaryOptions(), Path(folder)
@@ -222,30 +222,30 @@ def read_prefixes(path: str | Path) -> list[str]:
     try:
         return Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise AuditError(f"{path} cannot be read as text ({error}): give a file with a public text per line") from error
+        raise AuditError(f"{path} cannot be read as text ({error}). Pass a file with a public text per line") from error
 
 
 def _check_request(recipe: Recipe, folder: Path, options: CanaryOptions) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise AuditError(f"{folder} is not empty: give a new folder, so that an earlier audit's coins are not lost")
+        raise AuditError(f"{folder} is not empty. Pass a new folder, so that an earlier audit's coins are not lost")
     refuse_trainer(recipe, "dpllm audit prepare")
     if recipe.model.task != "causal_lm" or recipe.data.format not in CANARY_FORMATS:
         raise AuditError(
-            f"model.task={recipe.model.task!r} with data.format={recipe.data.format!r} cannot be audited by canaries "
-            f"of text: this needs a causal_lm and one of the formats {', '.join(CANARY_FORMATS)}. `dpllm audit "
+            f"model.task={recipe.model.task!r} with data.format={recipe.data.format!r} cannot be audited with text "
+            f"canaries, which need a causal_lm and one of the formats {', '.join(CANARY_FORMATS)}. `dpllm audit "
             "gradient` audits the training itself for any task"
         )
     if recipe.privacy.budget_file is not None:
         raise AuditError(
             f"the recipe charges {recipe.privacy.budget_file}, which counts the units without canaries, so it would "
-            "refuse the run. Create a budget for these data (`dpllm budget create`), and name it when you train; "
-            "prepare with privacy.budget_file="
+            "refuse the run. Create a budget for these data (`dpllm budget create`) and name it for training. Prepare "
+            "with privacy.budget_file="
         )
     if recipe.privacy.protects == "sequence" and (options.repetitions > 1 or options.records_per_user is not None):
         raise AuditError(
-            "without data.columns.unit every record is a unit: ε does not cover a canary in several records, and a "
-            "bound above ε would accuse a sound run. Omit --repetitions and --records-per-user, or audit a recipe at "
-            "user level"
+            "without data.columns.unit every record is a unit, so ε does not cover a canary in several records, and a "
+            "bound above ε would accuse a sound run. Omit --repetitions and --records-per-user, or audit a user-level "
+            "recipe"
         )
 
 
@@ -253,7 +253,7 @@ def _records_per_unit(recipe: Recipe, options: CanaryOptions) -> int:
     """Return the number of different records of a canary.
 
     Raises:
-        AuditError: some of them would be left out of the training.
+        AuditError: some of them would be omitted from the training.
     """
     most = recipe.privacy.max_rows_per_unit
     if recipe.privacy.protects == "sequence" or most is None:
@@ -262,8 +262,8 @@ def _records_per_unit(recipe: Recipe, options: CanaryOptions) -> int:
     chosen = max(1, min(8, most // options.repetitions)) if asked is None else asked
     if chosen * options.repetitions > most:
         raise AuditError(
-            f"a canary user would have {chosen * options.repetitions} records, but only max_rows_per_unit={most} of a "
-            "user are used: take fewer (--records-per-user, --repetitions)"
+            f"a canary user would have {chosen * options.repetitions} records, but only max_rows_per_unit={most} of "
+            "them are used. Use fewer (--records-per-user, --repetitions)"
         )
     return chosen
 
@@ -273,13 +273,13 @@ def _check_size(num_texts: int, recipe: Recipe, options: CanaryOptions) -> None:
     if options.length is not None and options.length > recipe.data.max_length:
         raise AuditError(
             f"canaries of {options.length} tokens are longer than data.max_length={recipe.data.max_length}, and the "
-            "part that is cut off is never learnt: make them shorter (--length), or raise data.max_length"
+            "truncated part is never learnt. Make them shorter (--length), or raise data.max_length"
         )
     tokens = num_texts * (options.length or _LONGEST)
     if tokens > MOST_CANARY_TOKENS:
         raise AuditError(
             f"{num_texts} texts of canaries and candidates have {tokens} tokens, but at most {MOST_CANARY_TOKENS} are "
-            "allowed: take fewer (--canaries, --candidates, --records-per-user) or shorter ones (--length)"
+            "allowed. Use fewer (--canaries, --candidates, --records-per-user) or shorter ones (--length)"
         )
 
 
@@ -290,7 +290,7 @@ def _texts(
     public_texts: Iterable[str] | None,
 ) -> Callable[[int], Sequence[Pair]]:
     """Return a function that draws texts of the chosen kind."""
-    room = max(2, recipe.data.max_length - 4)  # leaves 4 tokens for a tokenizer's or a template's additions
+    room = max(2, recipe.data.max_length - 4)  # reserves 4 tokens for a tokenizer's or a template's additions
     length = min(_LONGEST, max(2, room // 2)) if options.length is None else options.length
     prefix = min(_LONGEST_PREFIX, max(1, room // 4))
     lengths = (0 if recipe.data.form.holds is Text else prefix, length)
@@ -303,7 +303,8 @@ def _texts(
     if name is None:
         raise AuditError(
             f"{SAMPLED} canaries are written by a model that exists before the private training, but the recipe names "
-            "none: give its folder (--sampler, such as public_pretrain of an earlier run), or another kind (--kind)"
+            "none. Pass its folder (--sampler, such as public_pretrain of an earlier run), or a different kind "
+            "(--kind)"
         )
     loaded: Any = load_base_model(ModelConfig(name=name, dtype=recipe.model.dtype), tokenizer)
     model = loaded.to(torch.accelerator.current_accelerator() or "cpu")
@@ -311,24 +312,24 @@ def _texts(
 
 
 def _check_lengths(pairs: Sequence[Pair], recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise unless every record of a canary is one complete row."""
+    """Raise an error unless every record of a canary is one complete row."""
     records = datasets.Dataset.from_list([record_of(*pair, recipe.data) for pair in pairs])
     info = tokenization_info(tokenize_records(records, tokenizer, recipe.data))
     if too_long := info["records_truncated"] + info["records_split"]:
         raise AuditError(
             f"{too_long} of {len(pairs)} canaries have more than data.max_length={recipe.data.max_length} tokens, and "
-            "the part that is cut off is never learnt: make them shorter (--length), or raise data.max_length"
+            "the truncated part is never learnt. Make them shorter (--length), or raise data.max_length"
         )
 
 
 def _check_new(canaries: Sequence[Canary], train: datasets.Dataset, config: DataConfig) -> None:
-    """Raise if the data already hold a canary, under any user."""
+    """Raise an error if the data already contain a canary, under any user."""
     keys = {key for canary in canaries for key in canary_keys(canary, config, None)}
     batches = train.select_columns(key_columns(config, None)).iter(READ_TOGETHER)
     if known := count_records(batches, keys, config, None):
         raise AuditError(
-            f"{len(known)} of the canaries are already in the data, so leaving one out would have no effect: make "
-            "them longer (--length), or of another kind (--kind)"
+            f"{len(known)} of the canaries are already in the data, so leaving one out would have no effect. Make them "
+            "longer (--length), or use a different kind (--kind)"
         )
 
 
@@ -350,15 +351,15 @@ def _new_users(train: datasets.Dataset, column: str | None, num: int) -> list[An
 
 
 def _refuse_other_chats(train: datasets.Dataset, config: DataConfig) -> None:
-    """Refuse conversations in a form that a canary, which has messages with a role and a content, does not fit."""
+    """Refuse chats that are not messages with a role and a content, which a canary needs."""
     if config.form.holds is not Chat:
         return
     message = getattr(train.features[config.column("messages")], "feature", None)
     kinds = [getattr((message or {}).get(key), "dtype", None) for key in ("role", "content")]
     if not {*kinds} <= {"string", "large_string"}:
         raise AuditError(
-            f"data.columns.messages={config.column('messages')!r} holds chats in another form than {{role, content}}, "
-            "which a canary does not fit: write role and content, as texts, into a copy of the data for the audit"
+            f"data.columns.messages={config.column('messages')!r} holds chats that are not {{role, content}} messages, "
+            "so a canary does not fit. Write role and content, as texts, into a copy of the data for the audit"
         )
 
 

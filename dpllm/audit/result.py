@@ -1,6 +1,6 @@
-"""The result of an audit in one object: for the screen, for JSON, for the report.
+"""The result of an audit as one object: for the screen, for JSON, for the report.
 
-Place in the flow: after the scores. `judge` computes every figure; no model is used here.
+`judge` computes every number from the scores, without a model.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class AuditedCanaries:
     """Rows of each canary, all in one unit."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, under the names that they have in an audit's file."""
+        """Return plain values, under the names used in an audit's file."""
         return {
             "canary_kind": self.kind,
             "num_canaries": self.num,
@@ -99,16 +99,16 @@ class AuditResult:
     confidence: float
     """Confidence with which all bounds hold together."""
     attacks: tuple[AttackResult, ...]
-    """Every way of scoring that was tried; the error is divided over them."""
+    """Every scoring method that was tried; the error is divided over them."""
     tpr_bounds: Mapping[float, float] = field(default_factory=dict)
-    """False positive rate -> largest true positive rate that the claim allows for any attack, at the highest true value
-    that the false positive rate of the threshold may have (`dpllm.audit.roc.highest_fpr`)."""
+    """False positive rate -> largest true positive rate that the claim allows for any attack, at the highest true false
+    positive rate that the threshold may have (`dpllm.audit.roc.highest_fpr`)."""
     power: Mapping[str, float] = field(default_factory=dict)
     """Noise below the plan's -> share of such audits that fail under an ideal attack."""
     noise: NoiseTest | None = None
     """The test of the noise itself, if releases were observed."""
     details: Mapping[str, Any] = field(default_factory=dict)
-    """Further results: plan hash, files, and what a method adds."""
+    """Further results: plan hash, files, and a method's additions."""
 
     @property
     def best(self) -> LowerBound:
@@ -173,7 +173,7 @@ class AuditResult:
         return {**first, "method": self.best.method, **own}
 
     def rows(self) -> list[tuple[str, str]]:
-        """Return names and values for people."""
+        """Return readable names and values."""
         claim, made = "nothing", self.canaries
         if self.claimed_epsilon is not None:
             pair = f"ε = {format_epsilon(self.claimed_epsilon)} at δ = {format_delta(self.delta)}"
@@ -249,7 +249,7 @@ def judge(
     independent_runs: bool = False,
     details: Mapping[str, Any] | None = None,
 ) -> AuditResult:
-    """Compute every figure of an audit.
+    """Compute every number of an audit.
 
     Guarantee: a sound run fails with probability at most 1 - confidence, for any scores, if the coins were fair,
     independent and not used to make the scores.
@@ -264,7 +264,7 @@ def judge(
         repetitions: rows of each canary.
         confidence: confidence of all bounds together.
         independent_runs: each canary was in its own run.
-        details: further results to print and to keep.
+        details: further results to print and to store.
 
     Raises:
         AuditError: there is no attack, or scores and coins cannot be audited.
@@ -276,7 +276,7 @@ def judge(
     ('no claim to refute', 0.0)
     """
     if not scores:
-        raise AuditError("there is no score to judge: name at least one attack")
+        raise AuditError("there is no score to judge. Name at least one attack")
     if history is not None and not _claims(history):
         history = None
     bounds_of = trial_bounds if independent_runs else one_run_bounds
@@ -314,7 +314,7 @@ def judge(
 
 
 def tpr_confidence(confidence: float, num_attacks: int, num_rates: int) -> float:
-    """Return the level of each interval of a true positive rate with which all comparisons together keep the error."""
+    """Return the level of each true positive rate's interval with which all comparisons together keep the error."""
     return 1 - (1 - confidence) / max(1, num_attacks * num_rates)
 
 
@@ -350,7 +350,7 @@ def _claims(history: History) -> bool:
 
 
 def json_text(values: Mapping[str, Any]) -> str:
-    """Return JSON for a file, an infinite number as "inf".
+    """Return JSON for a file, with an infinite number as "inf".
 
     >>> print(json_text({"epsilon": float("inf")}))
     {

@@ -1,6 +1,6 @@
 """How well scores separate members from others: area under the ROC curve, true positive rates, each with its interval.
 
-Place in the flow: beside `bounds`. These are estimates of an attack's success, while `bounds` gives proofs.
+These are estimates of an attack's success, while `dpllm.audit.bounds` gives proofs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dpllm.audit.bounds import AuditError
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure and its 95 % interval."""
+    """A number and its 95 % interval."""
 
     value: float
     low: float
@@ -34,7 +34,7 @@ class Estimate:
 
 
 def auroc(scores: NDArray[np.float64], included: NDArray[np.bool_], confidence: float = 0.95) -> Estimate:
-    """Return the probability that a member scores above a non-member, ties counted half.
+    """Return the probability that a member scores above a non-member, counting ties as half.
 
     The interval uses DeLong's variance (DeLong, DeLong, Clarke-Pearson 1988) on the logit scale. There, it is below 1
     and misses less often when the area is large. An area of 1 has no variance: with n of the rarer kind, it is
@@ -42,7 +42,7 @@ def auroc(scores: NDArray[np.float64], included: NDArray[np.bool_], confidence: 
 
     Args:
         scores: (m,) the higher, the likelier a member.
-        included: (m,) whether it is one.
+        included: (m,) whether it is a member.
         confidence: confidence of the interval.
 
     Raises:
@@ -54,7 +54,7 @@ def auroc(scores: NDArray[np.float64], included: NDArray[np.bool_], confidence: 
     members, others = _both(scores, included)
     ranks = stats.rankdata(np.concatenate((members, others)))
     num_in, num_out = len(members), len(others)
-    above_in = (ranks[:num_in] - stats.rankdata(members)) / num_out  # of each member: the share of others below it
+    above_in = (ranks[:num_in] - stats.rankdata(members)) / num_out  # for each member: the share of others below it
     above_out = 1 - (ranks[num_in:] - stats.rankdata(others)) / num_in
     value = float(above_in.mean())
     variance = (above_in.var(ddof=1) / num_in if num_in > 1 else 0.0) + (
@@ -76,7 +76,7 @@ def tpr_at(scores: NDArray[np.float64], included: NDArray[np.bool_], fpr: float,
 
     Args:
         scores: (m,) the higher, the likelier a member.
-        included: (m,) whether it is one.
+        included: (m,) whether it is a member.
         fpr: false positive rate, between 0 and 1.
         confidence: confidence of the interval.
 
@@ -100,7 +100,7 @@ def highest_fpr(num_others: int, fpr: float, confidence: float = 0.95) -> float:
     population is not. By Clopper-Pearson it is at most the result, with probability ``(1 + confidence) / 2``.
 
     Args:
-        num_others: number of the others.
+        num_others: the number of non-members.
         fpr: requested false positive rate.
         confidence: confidence of the interval; half of the error is on this side.
 
@@ -130,7 +130,7 @@ def roc_curve(
     values = np.concatenate((members, others))
     is_member = np.arange(len(values)) < len(members)
     order = np.argsort(-values, kind="stable")
-    last = np.append(np.diff(values[order]) != 0, True)  # of equal scores all are accused together
+    last = np.append(np.diff(values[order]) != 0, True)  # equal scores are accused together
     tpr = np.cumsum(is_member[order])[last] / len(members)
     fpr = np.cumsum(~is_member[order])[last] / len(others)
     return np.concatenate(([0.0], fpr)), np.concatenate(([0.0], tpr))
@@ -140,5 +140,5 @@ def _both(scores: NDArray[np.float64], included: NDArray[np.bool_]) -> tuple[NDA
     scores, included = np.asarray(scores, dtype=np.float64), np.asarray(included, dtype=bool)
     members, others = scores[included], scores[~included]
     if len(members) == 0 or len(others) == 0:
-        raise AuditError(f"got {len(members)} members and {len(others)} others: to judge an attack, give some of both")
+        raise AuditError(f"got {len(members)} members and {len(others)} non-members. An attack needs some of both")
     return members, others

@@ -1,9 +1,8 @@
 """The audit of a model that was trained on data with canaries.
 
-Place in the flow: after the training, before the release. The canaries of `dpllm.audit.prepare` are scored under the
-released model, by every score that only reads it, and `dpllm.audit.result.judge` turns the scores into a verdict.
-First it is checked that coins, data, plan, ledger and model belong together: a verdict about another run would be worse
-than none.
+The canaries of `dpllm.audit.prepare` are scored under the released model, by every score that only reads it, and
+`dpllm.audit.result.judge` turns the scores into a verdict. First the audit checks that coins, data, plan, ledger and
+model belong together, since a verdict about a different run would be worse than none.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class ReleasedModel:
     history: History | None
     """The steps charged, which are the claim. None: nothing is claimed."""
     delta: float
-    """δ of the claim; if there is none, of the recipe."""
+    """δ of the claim; if there is none, δ of the recipe."""
     plan_hash: str | None
     """Hash of the plan; None: nothing is claimed."""
 
@@ -70,7 +69,7 @@ class ScoredCanaries:
 
     @property
     def main(self) -> NDArray[np.float64]:
-        """The score that knows most: the ratio to the reference, if there is one."""
+        """The most informative score: the ratio to the reference, if there is one."""
         return self.scores.get(RATIO, self.scores[LOSS])
 
 
@@ -90,13 +89,13 @@ def audit_run(
     the difference from the reference's. The prefix of a rare suffix is read but not scored. The error is divided over
     all scores.
 
-    Guarantee: a sound run fails with probability at most 1 - confidence (`judge`). Each further model that is audited
-    with the same coins, such as every checkpoint of the run, is a further chance to fail.
+    Guarantee: a sound run fails with probability at most 1 - confidence (`judge`). Each additional model that is
+    audited with the same coins, such as every checkpoint of the run, is an additional chance to fail.
 
     Args:
         run_folder: folder to which the training wrote plan, ledger and model.
-        canaries: ``canaries.json`` of the audit, with the data file beside it.
-        model: folder of another model of the run, such as a checkpoint. None: the one in the run's folder.
+        canaries: ``canaries.json`` of the audit, with the data file next to it.
+        model: folder of a different model of the run, such as a checkpoint. None: the one in the run's folder.
         reference: folder or Hub id of a model that never saw the data. None: the run's starting model, if it is known.
         plain: the model was trained without privacy, and claims nothing.
         confidence: confidence of all bounds together.
@@ -137,7 +136,7 @@ def scored_canaries(
     reference: str | None = None,
     plain: bool = False,
 ) -> ScoredCanaries:
-    """Score the canaries of an audit under the model of a run; nothing is written.
+    """Score the canaries of an audit under the model of a run, without writing anything.
 
     Args and errors are those of `audit_run`.
     """
@@ -156,20 +155,20 @@ def scored_canaries(
 
 
 def check_run(run_folder: Path, made: CanarySet, model: Path | None, plain: bool) -> ReleasedModel:
-    """Make sure that a run trained on the data of these canaries, after they were made.
+    """Check that a run trained on the data of these canaries, after they were created.
 
     Raises:
-        AuditError: the ledger is missing, or unexpected, or the run has another plan, other data, or is older than the
-            canaries.
+        AuditError: the ledger is missing, or unexpected; or the run has a different plan or different data, or is older
+            than the canaries.
         ValueError: plan or ledger cannot be read.
     """
     has_ledger = (run_folder / LEDGER_FILE).is_file() and (run_folder / PLAN_FILE).is_file()
     if plain and has_ledger:
-        raise AuditError(f"{run_folder} holds the ledger of a private run, whose claim must be audited: omit --plain")
+        raise AuditError(f"{run_folder} holds the ledger of a private run, whose claim must be audited. Omit --plain")
     if not plain and not has_ledger:
         raise AuditError(
-            f"{run_folder} holds no {LEDGER_FILE} with its {PLAN_FILE}, so the claim is unknown: give the folder of "
-            "the run, or --plain for a model that was trained without privacy"
+            f"{run_folder} holds no {LEDGER_FILE} with its {PLAN_FILE}, so the claim is unknown. Pass the folder of "
+            "the run, or --plain for a model trained without privacy"
         )
     folder = model if model is not None else run_folder
     _check_age(folder, made)
@@ -178,10 +177,12 @@ def check_run(run_folder: Path, made: CanarySet, model: Path | None, plain: bool
         return ReleasedModel(run_folder=run_folder, model_folder=folder, history=None, delta=made.delta, plan_hash=None)
     plan, contents = PrivacyPlan.load(run_folder / PLAN_FILE), read_ledger(run_folder / LEDGER_FILE)
     if any(run["plan_hash"] != plan.hash for run in contents.runs) or any(s != plan.event for s, _ in contents.history):
-        raise AuditError(f"{contents.path} charges steps of another plan than the one beside it: restore both files")
+        raise AuditError(
+            f"{contents.path} charges steps of a different plan than the one in its folder. Restore both files"
+        )
     if contents.seeded:
         raise AuditError(
-            f"{run_folder} used a fixed seed, so nothing in it is private and there is no claim to audit: train "
+            f"{run_folder} used a fixed seed, so nothing in it is private and there is no claim to audit. Train "
             "without privacy.seed"
         )
     privacy = made.recipe["privacy"]
@@ -196,7 +197,7 @@ def check_run(run_folder: Path, made: CanarySet, model: Path | None, plain: bool
     if started < datetime.fromisoformat(made.created_at):
         raise AuditError(
             f"the run in {run_folder} began at {started:%F %T} UTC, before these canaries were made "
-            f"({made.created_at}): it cannot have seen them. Train with the prepared recipe, and audit that run"
+            f"({made.created_at}), so it cannot have used them. Train with the prepared recipe, and audit that run"
         )
     return ReleasedModel(
         run_folder=run_folder,
@@ -208,27 +209,27 @@ def check_run(run_folder: Path, made: CanarySet, model: Path | None, plain: bool
 
 
 def _check_age(folder: Path, made: CanarySet) -> None:
-    """Raise unless the folder's weights were written after the canaries were made."""
+    """Raise an error unless the folder's weights were written after the canaries were created."""
     files = [file for pattern in _WEIGHTS for file in folder.glob(pattern)]
     if not files:
-        raise AuditError(f"{folder} holds no model (no {' or '.join(_WEIGHTS)}): give the folder of the released model")
+        raise AuditError(f"{folder} holds no model (no {' or '.join(_WEIGHTS)}). Pass the folder of the released model")
     written = datetime.fromtimestamp(int(min(file.stat().st_mtime for file in files)), UTC)
     if written < datetime.fromisoformat(made.created_at):
         raise AuditError(
             f"the model in {folder} was written at {written:%F %T} UTC, before these canaries were made "
-            f"({made.created_at}): it cannot have seen them. Audit the model that was trained on the prepared data"
+            f"({made.created_at}), so it cannot have used them. Audit the model that was trained on the prepared data"
         )
 
 
 def _check_recipe(path: Path, made: CanarySet) -> None:
-    """Raise unless the recipe beside the run, if there is one, names the prepared data."""
+    """Raise an error unless the recipe next to the run, if there is one, names the prepared data."""
     if not path.is_file():
         return
     data = load_recipe(path).data
     if Path(data.path).name != made.data_name:
         raise AuditError(
-            f"{path} trained on {data.path}, but these canaries belong to {made.data_name}: the audit is of another "
-            "run, or the coins were changed afterwards. Give the canaries.json of the prepared run"
+            f"{path} trained on {data.path}, but these canaries belong to {made.data_name}: the audit belongs to a "
+            "different run, or the coins were changed afterwards. Pass the canaries.json of the prepared run"
         )
     names = ("format", "columns", "max_length", "long_records", "limit")
     pairs = [(f"data.{name}", getattr(data, name), getattr(made.data, name)) for name in names]
@@ -243,7 +244,7 @@ def _require_same(pairs: Sequence[tuple[str, Any, Any]], what: str) -> None:
 
 
 def canary_rows(units: Sequence[Canary], made: CanarySet, tokenizer: PreTrainedTokenizerBase) -> datasets.Dataset:
-    """Return the rows of all records of canaries, made as in the training; a prefix has no targets.
+    """Return the rows of all canary records, made as in the training; a prefix has no targets.
 
     Raises:
         AuditError: a canary does not fit into one row.
@@ -254,8 +255,8 @@ def canary_rows(units: Sequence[Canary], made: CanarySet, tokenizer: PreTrainedT
     info = tokenization_info(rows)
     if info["records_truncated"] + info["records_split"]:
         raise AuditError(
-            "canaries do not fit into rows under the tokenizer of this model, so they were made for another one: "
-            "audit the model that was trained on the prepared data"
+            "canaries do not fit into rows under this model's tokenizer, so they were made for a different one. Audit "
+            "the model that was trained on the prepared data"
         )
     if made.data.form.holds is not Text or not any(prefix for prefix, _ in pairs):
         return rows
@@ -282,8 +283,8 @@ def score_canaries(
         scores[RATIO] = ratio_score(own, token_scores(_on_device(reference), rows, collator))
         if not scores[RATIO].any():
             raise AuditError(
-                "the model and the reference give every canary the same probability, so they are the same model: give "
-                "the trained one, or another --reference"
+                "the model and the reference assign every canary the same probability, so they are the same model. "
+                "Pass the trained model, or a different --reference"
             )
     return scores
 
@@ -293,7 +294,7 @@ def _on_device(model: Any) -> Any:
 
 
 def load_model_of_run(folder: Path, run_folder: Path, made: CanarySet, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """Load a released model: weights of transformers, or adapters of PEFT on the weights that they name.
+    """Load a released model: transformers weights, or PEFT adapters on the weights that they name.
 
     Raises:
         ConfigError: it cannot be loaded.
@@ -326,6 +327,6 @@ def _tokenizer(released: ReleasedModel) -> PreTrainedTokenizerBase:
                 tokenizer.pad_token = tokenizer.eos_token
             return tokenizer
     raise AuditError(
-        f"{released.model_folder} holds no tokenizer, so the canaries cannot be tokenized: save it with the model "
-        "(tokenizer.save_pretrained)"
+        f"{released.model_folder} holds no tokenizer, so the canaries cannot be tokenized. Save the tokenizer with the "
+        "model (tokenizer.save_pretrained)"
     )

@@ -1,7 +1,7 @@
-"""Membership scores of records, from the probabilities that a model gives their tokens.
+"""Membership scores of records, from the probabilities that a model assigns to their tokens.
 
-Place in the flow: below every attack that only reads the released model. `token_scores` runs the model once over rows;
-each score is a cheap function of the result, higher = more likely a member:
+Every attack that only reads the released model uses them. `token_scores` runs the model once over rows; each score is a
+cheap function of the result, higher = more likely a member:
 
 * `loss_score`: the mean log-probability (Yeom et al., arXiv:1709.01604);
 * `ratio_score`: the same minus that of a reference model, which removes the difficulty of the text itself
@@ -40,7 +40,7 @@ _BATCH_ENTRIES = 1 << 28  # entries of the model's own logits in a forward pass
 
 @dataclass(frozen=True)
 class TokenScores:
-    """A model's probabilities of the target tokens of R rows; each tuple has one (T,) array per row, in their order."""
+    """A model's probabilities of the target tokens of R rows; each tuple has one (T,) array per row, in order."""
 
     log_probs: tuple[Floats, ...]
     """log p(token | preceding tokens), in nats."""
@@ -65,10 +65,10 @@ def token_scores(model: nn.Module, rows: datasets.Dataset, collator: RowCollator
         model: a transformers model, on its device.
         rows: tokenized rows of `dpllm.data.rows.tokenize_records`.
         collator: pads them.
-        max_rows: largest number of rows of a forward pass.
+        max_rows: largest number of rows per forward pass.
 
     Returns:
-        The scores of all rows, in their order.
+        The scores of all rows, in order.
 
     Raises:
         ConfigError: the collator is for a classifier or an encoder-decoder.
@@ -76,18 +76,18 @@ def token_scores(model: nn.Module, rows: datasets.Dataset, collator: RowCollator
     """
     if collator.task != "causal_lm":
         raise ConfigError(
-            f"tokens are scored under a causal language model; a {collator.task} gives no probability to each token of "
-            "a record. Attack it with another method"
+            f"tokens are scored under a causal language model, but a {collator.task} does not assign a probability to "
+            "each token of a record. Attack it with a different method"
         )
     if len(rows) == 0:
-        raise DataError("there is no row to score. Give at least one")
+        raise DataError("there is no row to score. Pass at least one")
     was_training = model.training
     model.eval()
     found: list[tuple[Floats, Floats, Floats] | None] = [None] * len(rows)
     for numbers in _batches(rows, _vocabulary(model), max_rows):
         for number, triple in zip(numbers, _score_batch(model, collator(list(rows.select(numbers)))), strict=True):
             if len(triple[0]) == 0:
-                raise DataError(f"row {number} has no target token, so it has no score: leave it out")
+                raise DataError(f"row {number} has no target token, so it has no score. Leave it out")
             found[number] = triple
     model.train(was_training)
     log_probs, means, stddevs = zip(*(triple for triple in found if triple is not None), strict=True)
@@ -95,7 +95,7 @@ def token_scores(model: nn.Module, rows: datasets.Dataset, collator: RowCollator
 
 
 def _batches(rows: datasets.Dataset, vocabulary: int, max_rows: int) -> Iterator[list[int]]:
-    """Yield row numbers of similar length, the longest first, so that running out of memory shows at once."""
+    """Yield indices of rows of similar length, the longest first, so that running out of memory shows at once."""
     lengths = np.array([len(ids) for ids in rows["input_ids"]])
     order = np.argsort(-lengths, kind="stable")
     start = 0
@@ -129,7 +129,7 @@ def _moments(logits_NV: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor, Tenso
     log_p_NV = wide.log_softmax(-1)
     log_prob_N = log_p_NV.gather(1, target_N[:, None]).squeeze(1)
     p_NV = log_p_NV.exp()
-    log_p_NV = log_p_NV.masked_fill(p_NV == 0, 0.0)  # p log p -> 0 as p -> 0, also for a logit of -inf
+    log_p_NV = log_p_NV.masked_fill(p_NV == 0, 0.0)  # p log p -> 0 as p -> 0, even for a logit of -inf
     mean_N = (p_NV * log_p_NV).sum(-1)
     variance_N = (p_NV * (log_p_NV - mean_N[:, None]).square_()).sum(-1)
     return log_prob_N, mean_N, variance_N.sqrt()
@@ -145,7 +145,7 @@ def loss_score(tokens: TokenScores) -> Floats:
 
 
 def ratio_score(tuned: TokenScores, reference: TokenScores) -> Floats:
-    """Return how much smaller the loss of each row is than under a reference model: (R,).
+    """Return the difference of each row's mean log-probability from that under a reference model: (R,).
 
     Args:
         tuned: scores of the model under attack.
@@ -161,7 +161,7 @@ def ratio_score(tuned: TokenScores, reference: TokenScores) -> Floats:
     """
     if [len(values) for values in tuned.log_probs] != [len(values) for values in reference.log_probs]:
         raise DataError(
-            "the two models scored different tokens: the ratio needs the same rows from the same tokenizer under both"
+            "the two models scored different tokens, but the ratio needs the same rows and tokenizer for both"
         )
     return loss_score(tuned) - loss_score(reference)
 
@@ -177,7 +177,7 @@ def zlib_score(tokens: TokenScores, texts: Sequence[str]) -> Floats:
         DataError: there is not one text per row.
     """
     if len(texts) != len(tokens):
-        raise DataError(f"{len(texts)} texts for {len(tokens)} rows: give one each")
+        raise DataError(f"{len(texts)} texts for {len(tokens)} rows: pass one text per row")
     sizes = np.array([len(zlib.compress(text.encode("utf-8"))) for text in texts], dtype=np.float64)
     return loss_score(tokens) / sizes
 
@@ -219,7 +219,7 @@ def _lowest(rows: Sequence[Floats], k: float) -> Floats:
 
 
 def join_rows(tokens: TokenScores, record_numbers: Sequence[int]) -> TokenScores:
-    """Put the rows of each record together.
+    """Join the rows of each record.
 
     Args:
         tokens: scores of R rows.

@@ -1,4 +1,4 @@
-"""How a model is spread over processes: implementations of one protocol, `dpllm.engines.base.Engine`."""
+"""Engines distribute a model over processes; they implement one protocol, `dpllm.engines.base.Engine`."""
 
 from dpllm.engines.ddp import DataParallel as DataParallel
 from dpllm.engines.deepspeed import DeepSpeedZero as DeepSpeedZero

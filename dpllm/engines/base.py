@@ -1,9 +1,9 @@
-"""The protocol of all engines: how a model is spread over processes, as far as a step needs it.
+"""The protocol of all engines: how a model is distributed over processes, as far as a step needs it.
 
-Also a part of the engine of one process, `EarlyGradients`: gradients that are finished within the backward pass of a
-step's only microbatch. Some clipped sums are complete before the backward pass ends: of groups that are clipped
-separately, and of a second pass. Kept until its end, they would take 4 bytes an entry. As soon as one is complete it
-gets its noise here, and becomes a gradient in the dtype of its parameter.
+It also contains a part of the single-process engine, `EarlyGradients`: gradients that are finished within the backward
+pass of a step's only microbatch. Some clipped sums are complete before the backward pass ends: those of separately
+clipped groups, and those of a second pass. Kept until its end, they would take 4 bytes per entry. Instead, each
+receives its noise as soon as it is complete, and becomes a gradient in its parameter's dtype.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from dpllm.engines.processes import Processes
 from dpllm.ghost.sums import Sum
 
 MakeGradient = Callable[[nn.Parameter, Callable[[nn.Parameter, Sum], None], float], Tensor]
-"""Makes the gradient of a parameter from the function that adds to its sum, and a public scale."""
+"""Makes a parameter's gradient from the function that adds to its sum, and a public scale."""
 
 
 class EarlyGradients:
     """Keeps finished gradients until the pass has succeeded.
 
     Guarantee: nothing reaches ``.grad`` before the engine collects the microbatch. If its pass fails, sums and their
-    noise are dropped together; they were never seen, so the noise of the next attempt is drawn independently.
+    noise are dropped together; nobody has seen them, so the noise of the next attempt is drawn independently.
 
     Args:
         make: forms a sum with its noise, and makes the gradient.
-        guard: is told of gradients that are dropped.
+        guard: is notified of dropped gradients.
     """
 
     def __init__(self, make: MakeGradient, guard: UpdateGuard) -> None:
         """Begin without a gradient."""
         self._make, self._guard = make, guard
         self._gradients: dict[nn.Parameter, Tensor] = {}
-        self._begun = False  # a gradient, which may have handed in its sum and failed after that
+        self._begun = False  # a gradient that may have passed on its sum before it failed
 
     def finish(self, parameter: nn.Parameter, add_to: Callable[[nn.Parameter, Sum], None], scale: float) -> None:
         """Make the gradient of one parameter.
@@ -48,11 +48,11 @@ class EarlyGradients:
             scale: a public constant.
 
         Raises:
-            EngineError: there is one already; a second one would be a second release.
+            EngineError: the parameter already has one; a second one would be a second release.
         """
         if parameter in self._gradients:
             raise EngineError(
-                f"A gradient of shape {tuple(parameter.shape)} was finished twice in a step. Start again from a "
+                f"A gradient of shape {tuple(parameter.shape)} was finished twice in one step. Resume from a "
                 "checkpoint, and report this error"
             )
         self._begun = True
@@ -64,35 +64,35 @@ class EarlyGradients:
         return self._gradients.pop(parameter, None)
 
     def forget(self) -> None:
-        """Drop all gradients: the pass that made them failed."""
+        """Drop all gradients, because the pass that made them failed."""
         if self._begun:
             self._begun = False
             self._gradients.clear()
             self._guard.withdraw()
 
     def refuse(self) -> None:
-        """Make sure that no gradient is kept while a microbatch is collected that is not the only one.
+        """Check that no gradient is kept while a step with several microbatches is collected.
 
         Raises:
-            EngineError: one is; it would be released beside sums of the same units.
+            EngineError: one is; it would be released next to sums of the same units.
         """
         if self._gradients:
             raise EngineError(
-                "Gradients of a microbatch were finished, and another microbatch of the same step is collected. Start "
-                "again from a checkpoint, and report this error"
+                "Gradients of a microbatch were finished before another microbatch of the same step arrived. Resume "
+                "from a checkpoint, and report this error"
             )
 
 
 class Engine(Protocol):
-    """How a model is spread over processes, as far as a step needs it.
+    """How a model is distributed over processes, as far as a step needs it.
 
     Attributes:
         processes: all processes of the run.
         guard: checks the gradient at the optimizer in the first step.
         unfinished: whether a step was begun and has not ended.
         lockstep: whether forward passes, or `collect` before the last microbatch, communicate, so that every process
-            has to run the same number of microbatches.
-        forms_total: whether this engine itself adds up over processes, and so can hand out complete sums.
+            must run the same number of microbatches.
+        forms_total: whether this engine itself sums over processes, and so can provide complete sums.
     """
 
     processes: Processes
@@ -102,12 +102,12 @@ class Engine(Protocol):
 
     @property
     def early(self) -> EarlyGradients | None:
-        """Where gradients of a step's only microbatch are finished; None: sums of other processes are added first."""
+        """Finishes gradients of a step's only microbatch; None: sums of other processes are added first."""
         ...
 
     @property
     def unfinished(self) -> bool:
-        """Whether a step was begun and has not ended: parts of its sum are still held."""
+        """Whether a step was begun and has not ended, so that parts of its sum are still held."""
         ...
 
     def begin(self) -> None:
@@ -123,24 +123,24 @@ class Engine(Protocol):
         scale: float,
         to_total: Callable[[nn.Parameter, Tensor], None] | None = None,
     ) -> None:
-        """Take one microbatch's sums from every process.
+        """Collect one microbatch's sums from every process.
 
         Args:
             parameters: the trainable parameters by name, in the same order on every process.
             add_to: adds this process's share of one parameter's sum to a sum of the parameter's full shape, in the
-                accumulation dtype; called once per parameter. With the last microbatch it adds the noise before the
-                rest, so that the last addend may make the gradient.
-            last: whether this is the last microbatch of the step. After it, each owner holds the total over
-                microbatches and processes times ``scale``, exactly added up: no mean, no clipping, no rounding before
-                the sum is complete.
+                accumulation dtype; called once per parameter. With the last microbatch it adds the noise first, so that
+                the last addend may make the gradient.
+            last: whether this is the last microbatch of the step. After it, each owner holds the exact total over
+                microbatches and processes times ``scale``: no mean, no clipping, no rounding before the sum is
+                complete.
             scale: a public constant.
-            to_total: where noise is added to complete sums: called with the part of a parameter's total that this
+            to_total: used if noise is added to complete sums: called with the part of a parameter's total that this
                 process owns, after the total over microbatches and processes is complete and before ``scale``; it
                 changes it in place. The parts of all processes cover each entry once, and all replicas get the result.
-                None: the noise is in the sums. With the last microbatch only, and only if ``forms_total``.
+                None: the noise is in the sums. Only with the last microbatch, and only if ``forms_total``.
         """
         ...
 
     def finish(self) -> None:
-        """Update the parameters if the engine does that itself; otherwise the caller calls ``optimizer.step()``."""
+        """Update the parameters if the engine does so itself; otherwise the caller calls ``optimizer.step()``."""
         ...

@@ -1,18 +1,17 @@
-"""A board on which the processes of a run tell each other that they live, where they are, and why one of them ends.
+"""A board on which a run's processes report that they are alive, what they are doing, and why one of them fails.
 
-Place in the flow: below `dpllm.engines.processes`, beside the collectives. A collective cannot tell why another process
-does not come to it: the others wait, or the connection breaks with an error that has an address and no cause. Every
-process therefore has a thread that posts a sign of life each second to the store of the process group (a `TCPStore`),
-with the work that it does. A process that fails posts its error there. It reaches the others whatever they wait for: a
-collective of FSDP2, DeepSpeed or NCCL, a barrier while records are read, a save.
+A collective does not show why another process is missing: the others wait, or the connection breaks with an error that
+has an address but no cause. Every process therefore has a thread that posts a heartbeat each second to the process
+group's store (a `TCPStore`), with its current work. A process that fails posts its error there. It reaches the others
+whatever they wait for: a collective of FSDP2, DeepSpeed or NCCL, a barrier while records are read, or a save.
 
-* A failed process ends the others: each says "rank 1: ..." and ends with the exit code of that process, by itself as
+* A failed process ends the others: each prints "rank 1: ..." and exits with that process's exit code, by itself as
   soon as its own collective breaks, otherwise by the thread after `GRACE` seconds.
-* A process that is waited for is named after a minute; at the time limit (``train.ddp_timeout``) the thread ends the
-  process that waits.
+* A process that others wait for is named after a minute; at the time limit (``train.ddp_timeout``) the thread ends the
+  waiting process.
 
-Only words go over the board: an error's text, which is printed anyway, and names of work such as "step 5". It uses no
-clock of another machine.
+The board transmits only text: an error's message, which is printed anyway, and names of work such as "step 5". It does
+not use other machines' clocks.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ from dpllm.config.launched import note_exit_code, process_number
 from dpllm.config.mistakes import FAULT, MISTAKE, words_of
 
 GRACE = 10.0
-"""Seconds that a process has to end by itself after another one failed."""
+"""Seconds that a process has to exit by itself after another process failed."""
 
-_BEAT = 1.0  # seconds between two signs of life
-_GONE = 4.0  # seconds without one, after which a broken connection is explained by it
+_BEAT = 1.0  # seconds between two heartbeats
+_GONE = 4.0  # seconds without a heartbeat, after which it explains a broken connection
 _SLACK = 1.0
 _NAMED_AFTER = 60.0
 _LIMIT = 1800.0  # torch's own limit of a collective
@@ -53,12 +52,12 @@ _INTERRUPTED = 130
 
 
 class OtherProcessError(RuntimeError):
-    """Another process of the run failed or has ended, so this one cannot go on.
+    """Another process of the run failed or has ended, so this process cannot go on.
 
     Attributes:
         rank: the other process; None: unknown.
-        exit_code: its exit code, with which this process should end, too.
-        is_told: whether the other process told its error.
+        exit_code: its exit code, which this process should use too.
+        is_told: whether the other process reported its error.
     """
 
     rank: int | None = None
@@ -72,8 +71,8 @@ class Failure:
 
     Attributes:
         rank: the process.
-        work: the work that the processes did together, as in `FailureBoard.during`; numbered, since it may come again.
-        where: the innermost work, in words.
+        work: the collective work, as in `FailureBoard.during`; numbered, since it may recur.
+        where: the innermost work, as text.
         words: the error on one line.
         code: the exit code of a program that ends with the error.
     """
@@ -85,10 +84,10 @@ class Failure:
     code: int
 
     def to_error(self) -> OtherProcessError:
-        """Return the error of a process that cannot go on because of this one."""
+        """Return the error of a process that cannot go on because of this failure."""
         error = OtherProcessError(
-            f"rank {self.rank}: {self.words.rstrip('.')} (in {self.where}). No process goes on with it, and nothing of "
-            "a step that had begun is released. Mend the cause on that rank, and resume from a checkpoint"
+            f"rank {self.rank}: {self.words.rstrip('.')} (in {self.where}). No process goes on with it, and nothing "
+            "from an unfinished step is released. Fix the cause on that rank, and resume from a checkpoint"
         )
         error.rank, error.exit_code, error.is_told = self.rank, self.code, True
         return error
@@ -96,10 +95,10 @@ class Failure:
 
 @dataclass(frozen=True)
 class _State:
-    """The last sign of life of a process, and the seconds since a new one came, by the clock of the reader."""
+    """The last heartbeat of a process, and the seconds since a new one arrived, by the reader's clock."""
 
     beats: int
-    since_mark: float  # seconds since the process last came further, by its own clock
+    since_mark: float  # seconds since the process last made progress, by its own clock
     waits: bool  # for the others, in a collective of `Processes`
     is_patient: bool  # whether its work may take any time
     where: str
@@ -107,19 +106,19 @@ class _State:
 
 
 class FailureBoard:
-    """The board of one process group; one for each process.
+    """The board of one process group; one object per process.
 
-    One thread talks to the store, which may not answer; another one looks at what is known, and acts.
+    One thread communicates with the store, which may not answer; another one reads what is known, and acts.
 
     Args:
-        connect: makes a client of the store, whose operations wait for no other thread's.
+        connect: creates a client of the store whose operations wait for no other thread's.
         rank: this process.
-        size: number of processes.
-        name: of this board within the store; the same on every process, and never used again.
+        size: the number of processes.
+        name: the board's name within the store; the same on every process, and never reused.
 
     Attributes:
-        limit: seconds after which a process that is waited for ends the others.
-        before_end: called before a thread ends this process, whose interpreter does not shut down as usual.
+        limit: seconds after which a process that others wait for ends the run.
+        before_end: called before a thread ends this process, whose interpreter does not shut down normally.
     """
 
     limit: float = _LIMIT
@@ -130,7 +129,7 @@ class FailureBoard:
         self._connect, self._rank, self._size, self._name = connect, rank, size, name
         self._store: Any = connect()
         self._numbers: Counter[str] = Counter()  # how often each work was begun
-        self._works: list[str] = []  # the present work, outermost first
+        self._works: list[str] = []  # the current work, outermost first
         self._patience: list[bool] = []
         self._place, self._waits, self._marked = "", 0, time.monotonic()
         self._worker = threading.current_thread()
@@ -139,11 +138,11 @@ class FailureBoard:
         self._posts: list[Failure] = []  # to be sent
         self._has_failed = False
         self._failures: list[Failure] = []
-        self._signs: dict[int, tuple[_State, float]] = {}  # of others, and when the last number of beats was new
-        self._looks_since: float | None = None  # since when their signs are read; they are read only if needed
+        self._signs: dict[int, tuple[_State, float]] = {}  # of other processes, and when the heartbeat last changed
+        self._looks_since: float | None = None  # since when their heartbeats are read; only if needed
         self._answered = time.monotonic()  # when the store last answered
         self._deadlines: dict[str, float] = {}  # work that failed elsewhere -> when this process is ended
-        self._named = 0.0  # seconds of waiting that were told
+        self._named = 0.0  # seconds of waiting that were reported
         self._over, self._wake = threading.Event(), threading.Event()
         self._threads = [
             threading.Thread(target=work, name=f"dpllm board: {work.__name__}", daemon=True)
@@ -153,18 +152,18 @@ class FailureBoard:
             thread.start()
         atexit.register(self.close)
 
-    # ------------------------------------------------------------------ what the run tells
+    # ------------------------------------------------------------------ what the run reports
 
     @contextlib.contextmanager
     def during(self, what: str, patient: bool = True) -> Iterator[None]:
-        """Do work that every process does at the same time; if it fails on one of them, it ends on all.
+        """Do work that every process does at the same time; if it fails on one process, it ends on all.
 
         Args:
-            what: the work in words, such as "step 5".
-            patient: whether it may take any time. If not, it has to come further (`mark`) within the time limit.
+            what: the work as text, such as "step 5".
+            patient: whether it may take any time. If not, it must make progress (`mark`) within the time limit.
 
         Raises:
-            OtherProcessError: in place of an error of a connection that another process's end explains.
+            OtherProcessError: replaces a connection error that another process's end explains.
             BaseException: the error of this process, which is posted.
         """
         self._numbers[what] += 1
@@ -173,7 +172,7 @@ class FailureBoard:
         self._patience.append(patient)
         self._worker, self._unwinds, self._follows = threading.current_thread(), False, (None, 0.0)
         self.mark("")
-        if time.monotonic() - self._answered > _BEAT / 4:  # others see where this process is, if it ends here
+        if time.monotonic() - self._answered > _BEAT / 4:  # others learn where this process is, if it ends here
             self._wake.set()
         try:
             yield
@@ -196,10 +195,10 @@ class FailureBoard:
             self.mark("")
 
     def mark(self, place: str | None = None) -> None:
-        """Note that this process came further.
+        """Record that this process made progress.
 
         Args:
-            place: the part of its work that comes next, in words. None: as before.
+            place: the next part of its work, as text. None: unchanged.
         """
         self._marked, self._named, self._looks_since = time.monotonic(), 0.0, None
         if place is not None:
@@ -207,7 +206,7 @@ class FailureBoard:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Note that this process waits for others while the block runs."""
+        """Record that this process waits for others while the block runs."""
         self._waits += 1
         try:
             yield
@@ -216,17 +215,17 @@ class FailureBoard:
             self.mark()
 
     def where(self) -> str:
-        """Return in words what this process does."""
+        """Return a description of this process's current work."""
         works = list(self._works)
         return self._place or (works[-1].rpartition("#")[0] if works else "the program")
 
     def cause(self, error: BaseException) -> OtherProcessError | None:
-        """Return the failure or the end of another process that explains an error of a connection; None: nothing does.
+        """Return the failure or end of another process that explains a connection error; None: nothing does.
 
-        Waits a few seconds for a sign of it: a connection breaks before the process at its other end has told why.
+        Waits a few seconds for it, since a connection breaks before the process at its other end has posted the cause.
 
         Args:
-            error: of this process.
+            error: this process's error.
         """
         if not _may_be_of_a_connection(error):
             return None
@@ -250,7 +249,7 @@ class FailureBoard:
     def close(self) -> None:
         """Tell the others that this process ends, and stop the threads; a second call does nothing.
 
-        If it failed, and its end is that of the store, it waits until the others have read why.
+        If this process failed and its end closes the store, it waits until the others have read the cause.
         """
         if self._over.is_set():
             return
@@ -265,7 +264,7 @@ class FailureBoard:
     # ------------------------------------------------------------------ the store, by one thread
 
     def _talk(self) -> None:
-        """Send signs of life and failures, and read those of others, as long as this process lives."""
+        """Send heartbeats and failures, and read those of others, as long as this process lives."""
         beats = 0
         while True:
             is_last = self._over.is_set()
@@ -278,7 +277,7 @@ class FailureBoard:
             self._wake.clear()
 
     def _exchange(self, sign: int) -> None:
-        """Send what there is to send, and read what there is to read."""
+        """Send and read everything that is pending."""
         try:
             self._store.set(self._key(f"beat/{self._rank}"), self._sign(sign))
             while self._posts:
@@ -289,16 +288,16 @@ class FailureBoard:
             if self._looks_since is not None:
                 self._read_signs()
             self._answered = time.monotonic()
-        except Exception:  # of the connection to the store
+        except Exception:  # from the connection to the store
             with contextlib.suppress(Exception):
                 self._store = self._connect()
 
     def _ends_with_the_store(self) -> bool:
-        """Whether this process ends because rank 0 does, which holds the store: torch would warn that it is gone."""
+        """Return whether this process ends because rank 0 does, which holds the store; torch would warn about it."""
         if self._rank == 0 or self._posts or _launcher_holds_the_store():
             return False
         failure, (rank, since) = self._failure_elsewhere(), self._follows
-        # A program may go on after an error, and begin other work only later.
+        # A program may continue after an error, and begin other work only later.
         follows = rank == 0 and time.monotonic() - since < GRACE
         return follows or (failure is not None and failure.rank == 0)
 
@@ -324,7 +323,7 @@ class FailureBoard:
             self._signs[rank] = state, since if state.beats == before.beats else time.monotonic()
 
     def _post(self, failure: Failure) -> None:
-        """Let the other thread send a failure; wait a moment until it has, since this process may end next."""
+        """Let the other thread send a failure; wait briefly until it has, since this process may end next."""
         self._has_failed = True
         self._posts.append(failure)
         self._wake.set()
@@ -332,7 +331,7 @@ class FailureBoard:
         while self._posts and time.monotonic() < end:
             time.sleep(0.02)
 
-    # ------------------------------------------------------------------ what is done about it, by another thread
+    # ------------------------------------------------------------------ the reaction, by another thread
 
     @property
     def _is_patient(self) -> bool:
@@ -343,7 +342,7 @@ class FailureBoard:
         last = time.monotonic()
         while not self._over.wait(_BEAT):
             now = time.monotonic()
-            if now - last > _GONE:  # this process was stopped itself, and knows nothing of the others
+            if now - last > _GONE:  # this process itself was stopped, and knows nothing about the others
                 self._looks_since, self._answered = None, now
             last = now
             self._end_after_a_failure(now)
@@ -351,7 +350,7 @@ class FailureBoard:
                 self._look(now)
 
     def _look_from_now_on(self) -> None:
-        """Have the signs of the others read; they count from now on."""
+        """Start reading the others' heartbeats, which count from now on."""
         if self._looks_since is None:
             self._signs.clear()
             self._looks_since = time.monotonic()
@@ -363,16 +362,16 @@ class FailureBoard:
         return next((one for one in list(self._failures) if one.rank != self._rank and one.work in works), None)
 
     def _end_after_a_failure(self, now: float) -> None:
-        """End this process if another one failed in the work that this one still does."""
+        """End this process if another process failed in the work that this one is still doing."""
         failure = self._failure_elsewhere()
-        if failure is None or self._unwinds:  # this process ends by itself, and may be writing the report
+        if failure is None or self._unwinds:  # this process exits by itself, and may be writing the report
             self._deadlines.clear()
             return
         if now >= self._deadlines.setdefault(failure.work, now + GRACE):
             self._end(str(failure.to_error()), failure.code)
 
     def _look(self, now: float) -> None:
-        """Name the processes that are waited for, and end this one at the limit."""
+        """Name the processes that others wait for, and end this process at the limit."""
         stale, named_after = now - self._marked, min(_NAMED_AFTER, self.limit / 2)
         if stale < min(2 * _GONE, named_after / 2):
             return
@@ -383,14 +382,14 @@ class FailureBoard:
         alive = {rank: one for rank, one in {**others, self._rank: mine}.items() if rank not in silent}
         awaited = {rank: one for rank, one in alive.items() if not one.waits}
         unanswered = now - self._answered
-        if unanswered > 2 * _GONE:  # what is known of the others is old
+        if unanswered > 2 * _GONE:  # the information about the others is old
             silent, alive, awaited = {}, {self._rank: mine}, {}
         words = self._words(silent, awaited, stale, unanswered)
         silences = [unanswered, *(one.silence for one in silent.values())]
         is_stuck = all(one.since_mark >= self.limit and not one.is_patient for one in awaited.values())
         if stale >= self.limit and (max(silences) >= self.limit - 3 * _GONE or (is_stuck and len(alive) > 1)):
             stack = _stack(self._worker) if self._rank in awaited else ""
-            over = f"The time limit (train.ddp_timeout, {self.limit:g} s) is over: this process ends"
+            over = f"The time limit (train.ddp_timeout, {self.limit:g} s) has passed: this process exits"
             self._post(Failure(self._rank, (self._works or [""])[0], mine.where, words, MISTAKE))
             self._end(f"{words}. {over}{stack}", MISTAKE)
         tellers = [rank for rank, one in alive.items() if one.waits] or list(alive)
@@ -399,37 +398,37 @@ class FailureBoard:
         is_told = unanswered > 2 * _GONE or silent or differ or len(awaited) < len(alive) or is_long
         if is_told and stale >= max(named_after, 2 * self._named) and self._rank == min(tellers):
             self._named = stale
-            _say(f"{words}. The run ends when it has taken {self.limit:g} s (train.ddp_timeout)")
+            _say(f"{words}. The run ends after {self.limit:g} s of waiting (train.ddp_timeout)")
 
     def _words(self, silent: dict[int, _State], awaited: dict[int, _State], stale: float, unanswered: float) -> str:
-        """Return in words who is waited for, and where they are."""
+        """Return a description of the processes that others wait for, and their work."""
         parts = [
-            f"rank {rank} {'has ended' if one.beats < 0 else f'gives no sign of life for {one.silence:.0f} s'} "
+            f"rank {rank} {'has ended' if one.beats < 0 else f'has been silent for {one.silence:.0f} s'} "
             f"(last in {one.where})"
             for rank, one in sorted(silent.items())[:8]
         ]
         if unanswered > 2 * _GONE:
-            parts.append(f"{_holder()} does not answer for {unanswered:.0f} s; this process is in {self.where()}")
+            parts.append(f"{_holder()} has not answered for {unanswered:.0f} s; this process is in {self.where()}")
         places: dict[str, list[int]] = {}
         for rank, one in sorted(awaited.items()):
             places.setdefault(one.where, []).append(rank)
         for where, ranks in places.items():
             shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
             parts.append(f"rank{'s' * (len(ranks) > 1)} {shown} in {where}")
-        return f"nothing came further for {stale:.0f} s: {'; '.join(parts) or 'every process waits for another one'}"
+        return f"nothing came further for {stale:.0f} s: {'; '.join(parts) or 'every process waits for another'}"
 
     def _without_the_store(self) -> OtherProcessError:
-        """Return the error where neither another process nor the store can be reached."""
+        """Return the error for a case in which neither another process nor the store can be reached."""
         error = OtherProcessError(
-            f"{_holder()} has ended or cannot be reached, so this process cannot go on. Nothing of a step that had "
-            "begun is released. Look for its cause in the output of that process and of the system, and resume from a "
+            f"{_holder()} has ended or cannot be reached, so this process cannot go on. Nothing from an unfinished "
+            "step is released. Read the output of that process and the system log for the cause, and resume from a "
             "checkpoint"
         )
         error.rank = None if _launcher_holds_the_store() else 0
         return error
 
     def _end(self, words: str, code: int) -> None:
-        """End this process, whose main thread waits in a library and can be reached in no other way."""
+        """End this process, whose main thread waits in a library and cannot be reached otherwise."""
         _say(f"error: {words}").join(5.0)
         note_exit_code(code)
         if self.before_end is not None:
@@ -439,20 +438,20 @@ class FailureBoard:
 
 
 def open_board(rank: int, size: int, share: Callable[[Any], list[Any]]) -> FailureBoard | None:
-    """Make the board of a process group; all processes call this together.
+    """Create the board of a process group; all processes call this together.
 
-    The store is the one at MASTER_ADDR and MASTER_PORT, where the launcher or rank 0 opened it. Where there is none,
-    rank 0 opens another one.
+    The store is the one at MASTER_ADDR and MASTER_PORT, which the launcher or rank 0 opened. If there is none, rank 0
+    opens a new one.
 
     Args:
         rank: this process.
-        size: number of processes.
-        share: gathers a value of every process.
+        size: the number of processes.
+        share: gathers a value from every process.
 
     Returns:
-        The board; None: a process reaches no store.
+        The board; None: a process cannot reach a store.
     """
-    opened: list[Any] = []  # the server has to live as long as its clients
+    opened: list[Any] = []  # the server must outlive its clients
 
     def main() -> tuple[str, int, str] | None:
         name = f"dpllm/{secrets.token_hex(8)}"
@@ -494,8 +493,8 @@ def told(error: BaseException) -> tuple[str, int]:
     try:
         words = words_of(error)
         one_line = " ".join(str(error).split())
-    except Exception:  # of a class of the user's own
-        words, one_line = None, "its message cannot be read"
+    except Exception:  # from a user's class
+        words, one_line = None, "its message is unreadable"
     text = words or f"{type(error).__name__}: {one_line}"
     if len(text) > _LONGEST:
         text = f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 2 :]}"
@@ -503,10 +502,10 @@ def told(error: BaseException) -> tuple[str, int]:
 
 
 def is_first_to_say(text: str) -> bool:
-    """Return whether no other process of this machine has claimed to print a text; without a launcher it is this one.
+    """Return whether this process is the first on its machine to print a text; without a launcher it always is.
 
-    All processes find a mistake of the recipe; one of them prints it. A process that is alone with a mistake prints it
-    whatever its rank is.
+    All processes find a mistake in the recipe, and one of them prints it. A process that alone has a mistake prints it
+    regardless of its rank.
     """
     if process_number("WORLD_SIZE", 1) < 2:
         return True
@@ -528,7 +527,7 @@ def _client(host: str, port: int) -> dist.TCPStore:
 
 
 def _may_be_of_a_connection(error: BaseException) -> bool:
-    """Whether an error, or one that it hides, has a class with which torch reports a broken connection."""
+    """Return whether an error, or one that it hides, has a class with which torch reports a broken connection."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -542,11 +541,11 @@ def _ended(rank: int, state: _State) -> OtherProcessError:
     how = (
         "has ended"
         if state.beats < 0
-        else "has ended or stopped without a word (killed, or its machine cannot be reached)"
+        else "has ended or stopped without a word (killed, or its machine is unreachable)"
     )
     error = OtherProcessError(
-        f"rank {rank} {how} in {state.where}, so this process cannot go on. Nothing of a step that had begun is "
-        "released. Look for its cause in the output of that rank and of the system, and resume from a checkpoint"
+        f"rank {rank} {how} in {state.where}, so this process cannot go on. Nothing from an unfinished step is "
+        "released. Read the output of that rank and the system log for the cause, and resume from a checkpoint"
     )
     error.rank = rank
     return error
@@ -558,22 +557,22 @@ def _launcher_holds_the_store() -> bool:
 
 
 def _holder() -> str:
-    """Return in words who holds the store."""
+    """Return a description of the process that holds the store."""
     return "the launcher of rank 0" if _launcher_holds_the_store() else "rank 0"
 
 
 def _stack(thread: threading.Thread) -> str:
-    """Return where a thread is, for a process that the others wait for."""
+    """Return a thread's stack, for a process that others wait for."""
     frame = sys._current_frames().get(thread.ident or 0)
     return "" if frame is None else "\n" + "".join(traceback.format_stack(frame)).rstrip()
 
 
 def _say(text: str) -> threading.Thread:
-    """Write a line to the error stream, in a thread: a reader that has stopped blocks whoever writes."""
+    """Write a line to the error stream, in a thread, since a stopped reader blocks the writer."""
 
     def write() -> None:
         with contextlib.suppress(Exception):
-            print(f"\n{text}", file=sys.stderr, flush=True)  # a bar may be on the present line
+            print(f"\n{text}", file=sys.stderr, flush=True)  # a progress bar may be on the current line
 
     thread = threading.Thread(target=write, daemon=True)
     thread.start()

@@ -1,12 +1,12 @@
-"""Sums of parameters over processes, in buckets: while one bucket is on its way, the sums of the next one are formed.
+"""Sum parameters over processes in buckets: while one bucket is reduced, the sums of the next one are formed.
 
-Place in the flow: below the engines that reduce clipped sums themselves (DDP, FSDP2, ZeRO-3). A bucket has several
-small parameters or one large one. Its work is a generator: each of its steps starts a collective and yields, the next
-one waits for it. `in_turns` interleaves them, so that a bounded number of buckets is under way at any moment.
+Used by the engines that reduce clipped sums themselves (DDP, FSDP2, ZeRO-3). A bucket holds several small parameters or
+one large one. Its reduction is a generator: each of its steps starts a collective and yields, and the next step waits
+for it. `in_turns` interleaves the reductions, so that a bounded number of buckets is in progress at any time.
 
-FSDP2 shards the parameters of a bucket in the same way (`ShardedBucket`): their full sums are one tensor with a row for
-each shard, and one reduce-scatter over the rows gives each process its shards of all of them. A parameter that FSDP2
-cannot divide equally has padding in some rows.
+FSDP2 shards the parameters of a bucket in the same way (`ShardedBucket`): their full sums form one tensor with a row
+for each shard, and one reduce-scatter over the rows gives each process its shards of all of them. A parameter that
+FSDP2 cannot divide equally has padding in some rows.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from dpllm.mechanism.noise import slice_of
 _ALIGNMENT = 8  # entries; a parameter in a bucket begins where vectorised kernels can read it
 _BUCKET_BYTES = 16 * 2**20  # large enough to use a link's bandwidth; a parameter of this size is reduced uncopied
 
-# PyTorch 2.13 renames both, and warns of the names before.
+# PyTorch 2.13 renames both, and warns about the old names.
 reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 Work = Iterator[None]
-"""The work on one bucket; it yields after it has started a collective."""
+"""The reduction of one bucket; it yields after it has started a collective."""
 
 
 def overlapped(start: Callable[[], Any]) -> Work:
-    """Start a collective, yield while it runs, and wait for it: a part of a bucket's work.
+    """Start a collective, yield while it runs, and wait for it: one part of a bucket's reduction.
 
     Args:
         start: starts it, and returns the object to wait for.
@@ -51,13 +51,13 @@ def overlapped(start: Callable[[], Any]) -> Work:
 
 
 def in_turns(works: Iterable[Work]) -> None:
-    """Run each work to its end; each one that begins lets those before it take one step.
+    """Run the reductions to completion, interleaved: starting one advances the pending ones by one step.
 
-    So a work with k collectives has at most k younger ones under way, and all processes start collectives in the same
-    order.
+    So a reduction with k collectives has at most k younger ones in progress, and all processes start collectives in the
+    same order.
 
     Args:
-        works: made one after another; each yields at least once.
+        works: created one after another; each yields at least once.
 
     >>> def work(name):
     ...     print(name, "reduces")
@@ -78,7 +78,7 @@ def in_turns(works: Iterable[Work]) -> None:
 
 
 def _further(works: Iterable[Work]) -> list[Work]:
-    """Let each work take a step; return those that have not ended."""
+    """Advance each reduction by one step; return those that have not ended."""
     return [work for work in works if next(work, work) is None]
 
 
@@ -91,8 +91,8 @@ def buckets(
 
     Args:
         parameters: in the same order on every process.
-        kind_of: what the parameters of a group have in common.
-        bytes_of: size of a parameter's sum.
+        kind_of: returns what the parameters of a group have in common.
+        bytes_of: returns the size of a parameter's sum.
     """
     found: dict[Hashable, list[list[nn.Parameter]]] = {}
     filled: dict[Hashable, int] = {}
@@ -108,7 +108,7 @@ def buckets(
 
 
 def aligned(entries: int) -> int:
-    """Return the number of entries that a parameter takes in a bucket with others."""
+    """Return the number of entries that a parameter takes in a shared bucket."""
     return -(-entries // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -116,13 +116,13 @@ class ShardedBucket:
     """The layout of one bucket.
 
     Args:
-        parameters: DTensors on one mesh, of one dtype, with the same placements, of which one is sharded.
+        parameters: DTensors on one mesh, of one dtype, with the same placements, one of which is sharded.
 
     Attributes:
         parameters: as given.
         shards: the group of processes that hold different shards.
         replicas: the groups of processes that hold the same shards, one for each dimension of the mesh.
-        dtype: of the parameters.
+        dtype: the parameters' dtype.
     """
 
     def __init__(self, parameters: Sequence[Any]) -> None:
@@ -133,7 +133,7 @@ class ShardedBucket:
         others = [dim for dim in range(mesh.ndim) if dim != split]
         self._dim, self._num_shards = placements[split].dim, mesh.size(split)
         self.shards, self.replicas = mesh.get_group(split), [mesh.get_group(dim) for dim in others]
-        self._copy, self._num_copies = 0, 1  # place of this process among those with the same shards
+        self._copy, self._num_copies = 0, 1  # position of this process among those with the same shards
         for dim in others:
             self._copy = self._copy * mesh.size(dim) + mesh.get_local_rank(dim)
             self._num_copies *= mesh.size(dim)
@@ -144,15 +144,15 @@ class ShardedBucket:
             self._starts.append(self._starts[-1] + (size if alone else aligned(size)))
 
     def _padded(self, parameter: Any) -> int:
-        """Return the entries of the largest shard of a parameter; FSDP2 divides a dimension as ``torch.chunk`` does."""
+        """Return the entries of a parameter's largest shard; FSDP2 divides a dimension as ``torch.chunk`` does."""
         length = parameter.shape[self._dim]
         return -(-length // self._num_shards) * (parameter.numel() // max(length, 1))
 
     def packed(self, totals: Sequence[Tensor]) -> Tensor:
-        """Return the full sums as a tensor of (number of shards, entries); a single one without a copy, if it can be.
+        """Return the full sums as a tensor of (number of shards, entries); a single one without a copy, if possible.
 
         Args:
-            totals: of the parameters, contiguous.
+            totals: the parameters' sums, contiguous.
         """
         rows, first = self._num_shards, totals[0]
         if len(totals) == 1 and self._is_even(first):
@@ -168,7 +168,7 @@ class ShardedBucket:
         return flat
 
     def _is_even(self, total: Tensor) -> bool:
-        """Return whether the shards are rows of equal number."""
+        """Return whether the shards are equal numbers of rows."""
         return self._dim == 0 and total.shape[0] % self._num_shards == 0
 
     def unpacked(self, part: Tensor) -> Iterator[tuple[Any, Tensor]]:
@@ -178,7 +178,7 @@ class ShardedBucket:
             yield parameter, part[start : start + math.prod(shape)].view(shape)
 
     def complete_(self, part: Tensor, to_total: ToTotal) -> None:
-        """Let the complete sums be changed in place, each entry by one of the processes that hold it."""
+        """Change the complete sums in place, each entry by one of the processes that hold it."""
         for parameter, shard in self.unpacked(part):
             keep_slice_(shard, self._copy, self._num_copies, lambda own, p=parameter: to_total(p, own))  # type: ignore[misc]
         for group in self.replicas:
@@ -197,15 +197,15 @@ def sharded_buckets(parameters: Iterable[nn.Parameter]) -> list[ShardedBucket]:
 
 
 def keep_slice_(total: Tensor, rank: int, size: int, change: Callable[[Tensor], None]) -> None:
-    """Change one process's slice of a total in place, and set the others to zero.
+    """Change one process's slice of a total in place, and set the other slices to zero.
 
-    The sum of the results of all processes then has every entry as its process changed it, exactly: a sum with zeros is
-    not rounded.
+    The sum of all processes' results then has every entry as its process changed it, exactly: adding zeros causes no
+    rounding.
 
     Args:
         total: contiguous.
         rank: this process.
-        size: processes that hold the total.
+        size: the number of processes that hold the total.
         change: called with the slice (`dpllm.mechanism.noise.slice_of`).
     """
     own = slice_of(total, rank, size)

@@ -1,7 +1,7 @@
-"""Checksums of the bits of tensors, to test whether two processes, or two points in time, have the same weights.
+"""Checksums of tensors' bits, to test whether two processes, or two points in time, have the same weights.
 
-Place in the flow: below `dpllm.engines.replicas`, which compares processes, and `dpllm.training.checks.watch`, which
-compares steps. The bits of all entries, as integers of at most 32 bits, are multiplied by fixed random odd integers of
+`dpllm.engines.replicas` compares processes with them, `dpllm.training.checks.watch` compares
+steps. The bits of all entries, as integers of at most 32 bits, are multiplied by fixed random odd integers of
 64 bits and added up modulo 2^64. A difference in one integer is always detected; other differences are missed with
 a probability of at most 2^-32, and no tolerance is needed. Integers of 64 bits would not work: half of all multiples of
 a flipped highest bit, which is the sign of a float64, are 0 modulo 2^64.
@@ -28,10 +28,10 @@ _AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
 class Checksum:
-    """The checksum of tensors at this moment, computed on their devices; only reading it waits for them.
+    """The checksum of tensors at this time, computed on their devices; only reading it waits for them.
 
     Args:
-        tensors: replicas that this process holds; of a sharded tensor, its own shard.
+        tensors: replicas that this process holds; for a sharded tensor, its own shard.
     """
 
     def __init__(self, tensors: Iterable[Any]) -> None:
@@ -39,7 +39,7 @@ class Checksum:
         self._sums: dict[torch.device, Tensor] = {}
         self._count = 0
         pending: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        lengths: Counter[tuple[torch.device, torch.dtype]] = Counter()  # of the blocks that wait
+        lengths: Counter[tuple[torch.device, torch.dtype]] = Counter()  # of the pending blocks
         for block in _blocks(tensors):
             kind = block.device, block.dtype
             waiting = pending.setdefault(kind, [])
@@ -89,10 +89,10 @@ def values(checksums: Sequence[Checksum]) -> list[int]:
 
 
 def pieces(tensor: Any) -> Iterator[Tensor]:
-    """Yield the plain tensors of this process that hold a tensor's values.
+    """Yield this process's plain tensors that hold a tensor's values.
 
     Args:
-        tensor: sharded, quantized, not loaded, or None are all allowed.
+        tensor: may be sharded, quantized, not loaded, or None.
     """
     if tensor is None or tensor.is_meta:
         return
@@ -110,14 +110,14 @@ def pieces(tensor: Any) -> Iterator[Tensor]:
 
 
 def placed_sum(values: Tensor, start: int) -> int:
-    """Return a checksum of some entries of a flattened tensor, of which each has a multiplier of its own position.
+    """Return a checksum of some entries of a flattened tensor, each with a multiplier for its position.
 
-    The sums of fragments that make up a tensor, modulo 2^64, add up to the sum of the whole. So the number of processes
-    that hold it may change. A single entry that differs is always found.
+    The checksums of the fragments of a tensor add up, modulo 2^64, to the checksum of the whole. So the number of
+    processes that hold it may change. A difference in a single entry is always found.
 
     Args:
         values: (n,) float32 or float64.
-        start: position of the first one in the flattened tensor.
+        start: position of the first value in the flattened tensor.
 
     >>> whole = torch.randn(9)
     >>> (placed_sum(whole[:4], 0) + placed_sum(whole[4:], 4)) % 2**64 == placed_sum(whole, 0)
@@ -136,7 +136,7 @@ def placed_sum(values: Tensor, start: int) -> int:
 
 
 def _blocks(tensors: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the entries of this process as flat integers, in blocks."""
+    """Yield this process's entries as flat integers, in blocks."""
     for tensor in tensors:
         for piece in pieces(tensor):
             piece = piece.detach()

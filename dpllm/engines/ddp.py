@@ -1,12 +1,12 @@
-"""Replicated parameters: the clipped sums are added up in float32, once per step.
+"""Replicated parameters: the clipped sums are summed in float32, once per step.
 
-DistributedDataParallel's own reducer is not used: it reduces gradients of autograd, and here there are none. The
-weights were made equal on all processes when it was built.
+DistributedDataParallel's own reducer is not used: it reduces autograd's gradients, and here there are none. Building it
+made the weights equal on all processes.
 
-Each bucket's sums are reduce-scattered in float32. Each process completes its part of the bucket, with the noise where
-that is added to complete sums, and rounds it to the dtype of the gradient; the parts are then gathered. So the sums are
-exact before the noise is complete, as in an all-reduce in float32, but the way back takes the bytes of the gradient:
-6 instead of 8 bytes an entry in bfloat16.
+Each bucket's sums are reduce-scattered in float32. Each process completes its part of the bucket, including noise that
+is added to complete sums, and rounds it to the gradient's dtype; the parts are then gathered. So the sums are exact
+before the noise is complete, as in a float32 all-reduce, but the second half transfers the gradient's bytes: 6 instead
+of 8 bytes per entry in bfloat16.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from dpllm.ghost.sums import Sum
 class DataParallel(SingleProcess):
     """The engine of processes that each hold the whole model.
 
-    Guarantee: every process holds the same total; one of them drew the noise of each entry.
+    Guarantee: every process holds the same total, and exactly one process drew the noise of each entry.
 
     Args:
         optimizer: the optimizer of the run, whose first update is checked.
     """
 
     def __init__(self, optimizer: Any) -> None:
-        """Attach the guard; no gradient is finished before the sums of all processes are added up."""
+        """Attach the guard; no gradient is finished before the sums of all processes are added."""
         super().__init__(optimizer)
         self.early = None
 
@@ -50,7 +50,7 @@ class DataParallel(SingleProcess):
         """Add one microbatch's sums; after the last, the total over all processes times ``scale`` is in ``.grad``.
 
         Raises:
-            EngineError: autograd left a gradient, which would be released unclipped.
+            EngineError: autograd wrote a gradient, which would be released unclipped.
         """
         if not last:
             super().collect(parameters, add_to, last=last, scale=scale)
@@ -66,7 +66,7 @@ class DataParallel(SingleProcess):
         )
 
     def _work(self, bucket: list[nn.Parameter], add_to: AddTo, scale: float, to_total: ToTotal | None) -> Work:
-        """Reduce a bucket's sums and leave its gradients, which share one tensor."""
+        """Reduce a bucket's sums and write its gradients, which share one tensor."""
         totals = [self._formed(parameter, add_to) for parameter in bucket]
         shapes, starts = [total.shape for total in totals], _starts(totals)
         flat = _packed(totals, starts, self.processes.size)
@@ -92,13 +92,13 @@ class DataParallel(SingleProcess):
         return total.filled()
 
     def _reduce(self, own: Tensor, flat: Tensor) -> Any:
-        """Begin to add up a bucket over the processes; this process gets its part."""
+        """Begin to sum a bucket over the processes; this process gets its part."""
         return reduce_scatter(own, flat, async_op=True)
 
     def _parts(
         self, bucket: list[nn.Parameter], shapes: list[torch.Size], starts: list[int], own: Tensor
     ) -> list[tuple[nn.Parameter, Tensor]]:
-        """Return the entries of each parameter that are in this process's part of the bucket, without empty ones."""
+        """Return each parameter's entries in this process's part of the bucket, without empty ones."""
         first = self.processes.rank * len(own)
         parts = []
         for parameter, shape, start in zip(bucket, shapes, starts, strict=True):
@@ -109,7 +109,7 @@ class DataParallel(SingleProcess):
 
 
 def _starts(totals: list[Tensor]) -> list[int]:
-    """Return the position of each sum in its bucket."""
+    """Return each sum's position in its bucket."""
     starts = [0]
     for total in totals[:-1]:
         starts.append(starts[-1] + aligned(total.numel()))
@@ -117,7 +117,7 @@ def _starts(totals: list[Tensor]) -> list[int]:
 
 
 def _packed(totals: list[Tensor], starts: list[int], size: int) -> Tensor:
-    """Return a bucket as a vector that the processes can divide equally; a single sum without a copy, if it can be."""
+    """Return a bucket as a vector that the processes can divide equally; a single sum without a copy, if possible."""
     if len(totals) == 1 and totals[0].numel() % size == 0:
         return totals[0].flatten()
     length = starts[-1] + totals[-1].numel()

@@ -1,19 +1,18 @@
-"""DeepSpeed ZeRO: it partitions and offloads the clipped sums as if autograd had computed them, and updates.
+"""DeepSpeed ZeRO partitions and offloads the clipped sums as if autograd had computed them, and updates the weights.
 
-Nothing of DeepSpeed is replaced. ZeRO-1 and -2 take sums as gradients: a custom autograd Function takes a parameter and
-returns a zero; its backward returns the parameter's clipped sum. ``engine.backward`` of the sum of these zeros
-delivers the clipped sums to the hooks that DeepSpeed keeps on its parameters, and ``engine.step`` updates as in
-ordinary training. DeepSpeed averages over processes, but the private sum is not a mean: it is multiplied by the number
-of processes before it is handed in.
+No part of DeepSpeed is replaced. ZeRO-1 and -2 receive sums as gradients: a custom autograd Function takes a parameter
+and returns a zero; its backward returns the parameter's clipped sum. ``engine.backward`` of the sum of these zeros
+delivers the clipped sums to DeepSpeed's parameter hooks, and ``engine.step`` updates as in ordinary training. DeepSpeed
+averages over processes, but the private sum is not a mean, so it is first multiplied by the number of processes.
 
-ZeRO-3 would take a gradient only for a parameter whose weights are gathered. There the sums are reduced by this engine,
-which sets each process's partition of the gradient (`dpllm.engines.partitions`).
+ZeRO-3 would accept a gradient only for a parameter whose weights are gathered. There this engine reduces the sums
+itself, and sets each process's partition of the gradient (`dpllm.engines.partitions`).
 
-Sums are formed inside the backward pass or bucket by bucket, so that the full gradient need not exist where DeepSpeed
-partitions gradients (ZeRO-2 and -3). While memory allows, whole sums are added up over the microbatches of a step and
-reduced once (`dpllm.engines.local_sums`), under ZeRO-1, which does not partition gradients, in any case.
+Sums are formed inside the backward pass or bucket by bucket, so that the full gradient need not exist if DeepSpeed
+partitions gradients (ZeRO-2 and -3). While memory allows, whole sums are accumulated over a step's microbatches and
+reduced once (`dpllm.engines.local_sums`); ZeRO-1, which does not partition gradients, always does this.
 
-ZeRO-3 gathers the parameters of a module when the module is called. Mixtures of experts need two exceptions:
+ZeRO-3 gathers a module's parameters when the module is called. Mixtures of experts need two exceptions:
 
 * A *leaf module* (``zero_optimization.leaf_module``, accelerate's ``deepspeed_moe_layer_cls_names``) has one hook for
   all trained parameters inside it. It runs when a backward pass leaves the module, and fills in zeros for missing
@@ -46,14 +45,14 @@ from dpllm.ghost.experts import is_wrapper
 from dpllm.ghost.kernels import accumulation_dtype
 from dpllm.ghost.sums import Sum
 
-# Options of a DeepSpeed configuration that private training sets, with the reason.
+# DeepSpeed options that private training sets, with the reason.
 _NEEDED: dict[str, tuple[Any, str]] = {
     "gradient_clipping": (
         0.0,
-        'it would rescale the noisy sum; each unit is clipped by privacy.clip_norm (where it is "auto", set '
+        'it would rescale the noisy sum; privacy.clip_norm clips each unit (if it is "auto", set '
         "train.max_grad_norm=0)",
     ),
-    "communication_data_type": ("fp32", "sums that are rounded before the noise is complete are not bounded by C"),
+    "communication_data_type": ("fp32", "sums rounded before the noise is complete are not bounded by C"),
     "gradient_accumulation_steps": (1, "the logical batch is privacy.expected_batch_size"),
     "zero_optimization.contiguous_gradients": (False, "its buffers have the parameters' dtype and round the sums"),
     "data_types.grad_accum_dtype": ("fp32", "sums are added up in float32"),
@@ -65,32 +64,32 @@ _REFUSED: dict[str, tuple[tuple, str]] = {
     "torch_autocast.enabled": ((), "it reduces the sums in bfloat16; use bf16"),
     "prescale_gradients": ((), "it rescales the sum"),
     "gradient_predivide_factor": ((1,), "it rescales the sum"),
-    "sparse_gradients": ((), "it does not reduce the clipped sums but other tensors"),
-    "zero_optimization.round_robin_gradients": ((), "DeepSpeed's own map of its partitions does not follow it"),
+    "sparse_gradients": ((), "it reduces other tensors instead of the clipped sums"),
+    "zero_optimization.round_robin_gradients": ((), "DeepSpeed's own partition map ignores it"),
     "zero_optimization.zero_quantized_gradients": ((), "quantized gradients are not the clipped sums"),
     "zero_optimization.mics_shard_size": ((-1,), "its partial replicas are reduced by other hooks"),
     "zero_optimization.offload_param.device": (
         ("none", "cpu"),
-        "the gradient of a parameter on a disk cannot be set",
+        "a parameter's gradient cannot be set on disk",
     ),
     "zero_optimization.zenflow": ((), "it updates parameters from gradients of several steps"),
-    "compression_training": ((), "it does not train the weights that are clipped but others"),
-    "sequence_parallel_size": ((1,), "a unit's rows would be spread over processes, and its norm with them"),
+    "compression_training": ((), "it trains different weights from those that are clipped"),
+    "sequence_parallel_size": ((1,), "it spreads a unit's rows, and so its norm, over processes"),
     "zero_optimization.offload_optimizer.super_offload": ((), "it updates parameters before a step's sum is complete"),
-    "pipeline": ((), "the layers of one unit live on different processes, and its norm with them"),
-    "tensor_parallel": (({"autotp_size": 0}, {"autotp_size": 1}), "a unit's norm would be spread over processes"),
+    "pipeline": ((), "it spreads a unit's layers, and so its norm, over processes"),
+    "tensor_parallel": (({"autotp_size": 0}, {"autotp_size": 1}), "it spreads a unit's norm over processes"),
 }
-_COMPRESSING = ("onebit", "zeroone", "muon")  # optimizers that communicate or transform gradients by themselves
+_COMPRESSING = ("onebit", "zeroone", "muon")  # optimizers that communicate or transform gradients themselves
 
 
 def private_config(config: dict[str, Any]) -> None:
-    """Set the options that private training needs in a DeepSpeed configuration, where they are missing or "auto".
+    """Set the options that private training needs in a DeepSpeed configuration, if they are missing or "auto".
 
     Args:
         config: the configuration as a nested dictionary, before ``deepspeed.initialize``; changed in place.
 
     Raises:
-        EngineError: an option has another value; names it. Or the stage is not a ZeRO stage.
+        EngineError: an option has a different value; the message names it. Or the stage is not a ZeRO stage.
 
     >>> config = {"zero_optimization": {"stage": 2}, "gradient_clipping": "auto"}
     >>> private_config(config)
@@ -118,8 +117,8 @@ def private_config(config: dict[str, Any]) -> None:
 
 def _refusal(path: str, value: Any, reason: str) -> EngineError:
     return EngineError(
-        f"The DeepSpeed configuration sets {path}={value!r}, which cannot be used in private training: {reason}. Leave "
-        "it out"
+        f"The DeepSpeed configuration sets {path}={value!r}, which cannot be used in private training: {reason}. "
+        "Remove it"
     )
 
 
@@ -127,19 +126,19 @@ def _check_rest(config: Mapping[str, Any]) -> None:
     stage = config.get("zero_optimization", {}).get("stage", 0)
     if stage not in (1, 2, 3):
         raise EngineError(
-            f"The DeepSpeed configuration has zero_optimization.stage={stage}; 1, 2 and 3 can be kept private. "
-            "For replicated parameters use DDP (dpllm train --config ddp)"
+            f"The DeepSpeed configuration has zero_optimization.stage={stage}, but private training supports stages 1, "
+            "2 and 3. For replicated parameters use DDP (dpllm train --config ddp)"
         )
     optimizer = str(config.get("optimizer", {}).get("type", "")).lower()
     if any(part in optimizer for part in _COMPRESSING):
         raise EngineError(
-            f"The DeepSpeed configuration asks for the optimizer {optimizer!r}, which compresses or transforms "
-            "gradients on its way to the update. Use AdamW"
+            f"The DeepSpeed configuration selects the optimizer {optimizer!r}, which compresses or transforms "
+            "gradients before the update. Use AdamW"
         )
 
 
 _Formed = Callable[[int, nn.Parameter], Tensor]
-"""Forms this process's sum of a parameter, which is identified by its number."""
+"""Forms this process's sum of a parameter, which is identified by its index."""
 
 
 class _HandIn(torch.autograd.Function):
@@ -162,10 +161,10 @@ class DeepSpeedZero:
         engine: the return value of ``deepspeed.initialize``.
 
     Attributes:
-        handing_in: whether a backward pass is running that hands clipped sums to DeepSpeed; no other may run.
+        handing_in: whether a backward pass that passes clipped sums to DeepSpeed is running; no other may run.
 
     Raises:
-        EngineError: a configuration under which the sum that reaches the optimizer is not the private one.
+        EngineError: the configuration would change the private sum before it reaches the optimizer.
     """
 
     early: ClassVar[None] = None
@@ -201,10 +200,10 @@ class DeepSpeedZero:
         scale: float,
         to_total: ToTotal | None = None,
     ) -> None:
-        """Hand one microbatch's sums to DeepSpeed; after the last it holds the partitioned total times ``scale``.
+        """Pass one microbatch's sums to DeepSpeed; after the last it holds the partitioned total times ``scale``.
 
         Raises:
-            EngineError: noise is to be added to complete sums, which DeepSpeed forms by itself.
+            EngineError: noise is to be added to complete sums, but DeepSpeed forms them itself.
         """
         if to_total is not None:
             raise no_totals(type(self).__name__)
@@ -239,16 +238,16 @@ class DeepSpeedZero:
             self._hand_in(every, formed, last, scale)
 
     def _hand_in(self, every: Sequence[nn.Parameter], formed: _Formed, last: bool, scale: float) -> None:
-        """Let DeepSpeed's hooks take the sums (ZeRO-1 and -2)."""
+        """Pass the sums to DeepSpeed's hooks (ZeRO-1 and -2)."""
         for parameter in every:
-            parameter.grad_dtype = accumulation_dtype(parameter.dtype)  # not rounded on its way
+            parameter.grad_dtype = accumulation_dtype(parameter.dtype)  # not rounded in between
         zeros = [_HandIn.apply(p, lambda number=number, p=p: formed(number, p)) for number, p in enumerate(every)]
         self._backward(self.processes.size * scale * torch.stack(zeros).sum(), last)
 
     def _partition(self, every: Sequence[nn.Parameter], formed: _Formed, last: bool, scale: float) -> None:
         """Reduce the sums, and set this process's partitions of them (ZeRO-3)."""
         self._buckets = self._buckets or partitioned_buckets(every, self.processes.size)
-        if last:  # of a loss without weights: DeepSpeed makes its partitions the gradients of the update
+        if last:  # with a loss without weights, DeepSpeed uses its partitions as the gradients of the update
             self._backward(torch.zeros((), device=every[0].device, requires_grad=True).clone(), last)
         numbers = {id(parameter): number for number, parameter in enumerate(every)}
         in_turns(
@@ -270,7 +269,7 @@ class DeepSpeedZero:
             safe_set_local_grad(parameter, part.mul_(scale))
 
     def _reduce(self, own: Tensor, flat: Tensor) -> Any:
-        """Begin to add up a bucket over the processes; this process gets its part."""
+        """Begin to sum a bucket over the processes; this process gets its part."""
         return reduce_scatter(own, flat, async_op=True)
 
     def _backward(self, loss: Tensor, last: bool) -> None:
@@ -284,10 +283,10 @@ class DeepSpeedZero:
             self.handing_in = False
 
     def finish(self) -> None:
-        """Update the parameters; DeepSpeed's optimizer is stepped by its engine.
+        """Update the parameters; the DeepSpeed engine steps its optimizer.
 
         Raises:
-            UpdateError: in the first step, if the gradient at the optimizer was not the private sum.
+            UpdateError: in the first step, the gradient at the optimizer was not the private sum.
         """
         if not self.guard.done:
             self._check_reduced()
@@ -296,7 +295,7 @@ class DeepSpeedZero:
         self.unfinished = False
 
     def _check_reduced(self) -> None:
-        """Compare the gradients that DeepSpeed holds for the update with those that were handed in."""
+        """Compare the gradients that DeepSpeed holds for the update with those passed to it."""
         from deepspeed.utils import safe_get_full_grad
 
         parameters, scale = self._handed
@@ -314,8 +313,8 @@ class DeepSpeedZero:
 def _check_engine(engine: Any) -> None:
     if any(kind.__name__ == "PipelineEngine" for kind in type(engine).__mro__):
         raise EngineError(
-            "DeepSpeed's PipelineEngine spreads the layers of one unit, and so its norm, over processes. Use "
-            "ZeRO without a pipeline (dpllm train --config zero3)"
+            "DeepSpeed's PipelineEngine spreads a unit's layers, and so its norm, over processes. Use ZeRO without a "
+            "pipeline (dpllm train --config zero3)"
         )
     found = {
         "gradient_clipping": (float(engine.gradient_clipping()), 0.0),
@@ -329,8 +328,8 @@ def _check_engine(engine: Any) -> None:
     for name, (value, needed) in found.items():
         if value != needed:
             raise EngineError(
-                f"DeepSpeed was set up with {name}={value}; private training needs {needed}: {reasons[name]}. Pass "
-                "the configuration through dpllm.engines.private_config() before accelerator.prepare()"
+                f"DeepSpeed was configured with {name}={value}, but private training needs {needed}: {reasons[name]}. "
+                "Pass the configuration through dpllm.engines.private_config() before accelerator.prepare()"
             )
     if (
         engine.bfloat16_enabled()
@@ -346,10 +345,10 @@ def _check_engine(engine: Any) -> None:
 
 
 def without_leaves(zero: dict[str, Any]) -> None:
-    """Switch off DeepSpeed's default leaf modules; a user's own are checked by `refuse_leaves`.
+    """Switch off DeepSpeed's default leaf modules; `refuse_leaves` checks a user's own.
 
     Args:
-        zero: the section ``zero_optimization`` of a configuration; changed in place.
+        zero: the configuration's section ``zero_optimization``; changed in place.
     """
     leaves = zero.setdefault("leaf_module", {})
     if isinstance(leaves, dict):
@@ -363,24 +362,24 @@ def refuse_leaves(model: nn.Module) -> None:
         model: as partitioned by DeepSpeed.
 
     Raises:
-        EngineError: DeepSpeed would take their gradients in the clipper's backward pass, and not the clipped sums.
+        EngineError: DeepSpeed would reduce their gradients in the clipper's backward pass, instead of the clipped sums.
     """
     for name, parameter in model.named_parameters():
         leaf = getattr(parameter, "ds_z3_leaf_module", None)
         if leaf is not None and parameter.requires_grad:
             raise EngineError(
-                f"{name} is trained, and lies in a leaf module of ZeRO-3 ({type(leaf).__name__}), whose gradients "
-                "DeepSpeed takes in the wrong backward pass. Leave it out of set_z3_leaf_modules(), "
+                f"{name} is trained but belongs to a ZeRO-3 leaf module ({type(leaf).__name__}), whose gradients "
+                "DeepSpeed reduces in the wrong backward pass. Remove it from set_z3_leaf_modules(), "
                 "deepspeed_moe_layer_cls_names, zero_optimization.leaf_module and "
-                "zero_optimization.stage3_module_granularity_threshold, and pass the configuration through "
+                "zero_optimization.stage3_module_granularity_threshold. Then pass the configuration through "
                 "dpllm.engines.private_config() before accelerator.prepare()"
             )
 
 
 def gather_adapted_stacks(model: nn.Module) -> None:
-    """Make every module that uses a stack of experts with LoRA gather it, and the trained factors.
+    """Make every module that uses a stack of experts with LoRA gather it, together with the trained factors.
 
-    Without this, DeepSpeed's record of the parameters of a module differs from those it finds when it is called.
+    Otherwise DeepSpeed's record of a module's parameters would differ from those it finds when the module is called.
 
     Args:
         model: as partitioned by DeepSpeed, before its first call.

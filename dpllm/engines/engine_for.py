@@ -25,7 +25,7 @@ def engine_for(model: Any, optimizer: Any) -> Engine:
         optimizer: the prepared optimizer; the guard checks its first update.
 
     Raises:
-        EngineError, GhostError: the model is distributed in a way under which the guarantee would not hold; names it.
+        EngineError, GhostError: the model's distribution would break the guarantee; the message names it.
     """
     inner = model_inside(model)
     _refuse_accelerator()
@@ -43,29 +43,28 @@ def engine_for(model: Any, optimizer: Any) -> Engine:
         return DeepSpeedZero(model)
     if isinstance(model, FullyShardedDataParallel):
         raise EngineError(
-            "The model is wrapped by FSDP version 1, whose flat parameters hide those of the layers. Set "
+            "The model is wrapped in FSDP version 1, whose flat parameters hide the layers' parameters. Set "
             "fsdp_version: 2 (dpllm train --config fsdp2)"
         )
     if isinstance(model, nn.parallel.DistributedDataParallel):
         if getattr(model, "_comm_hooks", None):
             raise EngineError(
-                "A communication hook is registered on DistributedDataParallel (gradient compression). Clipped sums "
-                "are reduced in float32: leave the hook out (ddp_comm_hook: no)"
+                "DistributedDataParallel has a communication hook (gradient compression), but clipped sums are "
+                "reduced in float32. Remove the hook (ddp_comm_hook: no)"
             )
         members = model.process_group.size()
         if members != Processes().size:
             raise EngineError(
-                f"DistributedDataParallel was built over a process group of {members} of {Processes().size} processes, "
-                "so the other processes would have the weights and sums of another model. Leave "
-                "process_group out"
+                f"DistributedDataParallel uses a process group of {members} of {Processes().size} processes, so the "
+                "other processes would train a separate model. Omit process_group"
             )
         return DataParallel(optimizer)
     if isinstance(model, FSDPModule):
         return FullySharded(inner, optimizer)
     if Processes().size > 1:
         raise EngineError(
-            f"{Processes().size} processes run, but the model ({type(model).__name__}) is not spread over them: each "
-            "would train a separate model. Pass it through accelerator.prepare() first"
+            f"{Processes().size} processes run, but the model ({type(model).__name__}) is not distributed, so each "
+            "process would train a separate model. Pass it through accelerator.prepare() first"
         )
     return SingleProcess(optimizer)
 
@@ -74,14 +73,14 @@ def _refuse_packed(model: nn.Module, sharded_by: str) -> None:
     for name, parameter in model.named_parameters():
         if is_packed(parameter):
             raise EngineError(
-                f"{name} is quantised ({type(parameter).__name__}), and private sums were not verified for "
-                f"{sharded_by} with such weights. Use one process per GPU without sharding "
-                "(dpllm train --config single or ddp), where they fit; or leave the quantization out"
+                f"{name} is quantised ({type(parameter).__name__}), and private sums are not verified for {sharded_by} "
+                "with quantised weights. Use one process per GPU without sharding (dpllm train --config single or "
+                "ddp) if the weights fit, or omit the quantization"
             )
 
 
 def model_inside(model: Any) -> Any:
-    """Return the module to call and to hook, without the wrapper of DistributedDataParallel or DeepSpeed."""
+    """Return the module to call and to hook, inside the wrapper of DistributedDataParallel or DeepSpeed."""
     wrapped = isinstance(model, nn.parallel.DistributedDataParallel) or _is_deepspeed(model)
     return model.module if wrapped else model
 
@@ -90,20 +89,20 @@ def _refuse_accelerator() -> None:
     """Refuse settings of this process's Accelerator that no engine can keep private."""
     from accelerate.state import AcceleratorState
 
-    state = AcceleratorState._shared_state  # empty if no Accelerator was made
+    state = AcceleratorState._shared_state  # empty if no Accelerator was created
     precision = state.get("_mixed_precision")
     if precision in ("fp16", "fp8"):
         raise EngineError(
-            f"The Accelerator was made with mixed_precision={precision!r}, whose scales depend on the data of a whole "
-            "microbatch or skip steps. Use bf16"
+            f"The Accelerator was created with mixed_precision={precision!r}, whose scales depend on the data of a "
+            "whole microbatch or skip steps. Use bf16"
         )
     sizes = state.get("parallelism_config")
     for kind in ("tp_size", "cp_size", "sp_size"):
         if (getattr(sizes, kind, None) or 1) > 1:
             raise EngineError(
-                f"The Accelerator was made with {kind}={getattr(sizes, kind)}: tensor, context and sequence "
-                "parallelism split a unit's layers or rows over processes, and its norm with them. Use dp_shard_size "
-                "and dp_replicate_size only"
+                f"The Accelerator was created with {kind}={getattr(sizes, kind)}: tensor, context and sequence "
+                "parallelism split a unit's layers or rows, and so its norm, over processes. Use only dp_shard_size "
+                "and dp_replicate_size"
             )
 
 

@@ -1,7 +1,7 @@
-"""How a run on one engine continues the checkpoint of another: the table of all pairs.
+"""How a run on one engine continues a checkpoint of another engine: the table of all pairs.
 
-An engine is named by the accelerate config that selects it (``dpllm train --config zero3``). `ways` is the whole
-decision: a checkpoint is loaded by the code that saved it, or its state is read parameter by parameter
+An engine is named by the accelerate config that selects it (``dpllm train --config zero3``). `ways` makes the whole
+decision: either the code that saved a checkpoint loads it, or its state is read parameter by parameter
 (`dpllm.engines.saved_state`) and divided again. `dpllm.training.resume.checkpoint_to_resume` decides before anything is
 charged and before the model is sharded.
 """
@@ -18,8 +18,8 @@ from dpllm.privacy.run_folder import steps_of_weights
 
 SINGLE, DDP, FSDP2, ZERO1, ZERO2, ZERO3 = CONFIGS = ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3")
 """The engines."""
-OPTIMIZER_FILE, SCHEDULER_FILE = "optimizer.pt", "scheduler.pt"  # names that the Trainer gives
-FSDP2_OPTIMIZER, FSDP2_MODEL = "optimizer_0", "pytorch_model_fsdp_0"  # folders that accelerate makes
+OPTIMIZER_FILE, SCHEDULER_FILE = "optimizer.pt", "scheduler.pt"  # the Trainer's names
+FSDP2_OPTIMIZER, FSDP2_MODEL = "optimizer_0", "pytorch_model_fsdp_0"  # accelerate's folders
 FSDP2_WHOLE_OPTIMIZER, FSDP2_WHOLE_MODEL = "optimizer.bin", "pytorch_model_fsdp.bin"  # under FULL_STATE_DICT
 _CLASSES = {"SingleProcess": SINGLE, "DataParallel": DDP, "FullySharded": FSDP2}  # in manifests without a config
 
@@ -41,14 +41,14 @@ class Setup:
 
     Attributes:
         config: one of `CONFIGS`.
-        processes: number of processes.
+        processes: the number of processes.
     """
 
     config: str
     processes: int
 
     def __str__(self) -> str:
-        """Return the words for a message."""
+        """Return the text for a message."""
         return f"{self.config} on {self.processes} process{'es' if self.processes > 1 else ''}"
 
 
@@ -71,7 +71,7 @@ def ways(saved: str, now: str, same_number: bool) -> Way:
 
 
 def setup_of(checkpoint: str | Path) -> Setup:
-    """Return the engine that made a checkpoint; of a manifest without a config, the files tell.
+    """Return the engine that made a checkpoint; if the manifest has no config, from the files.
 
     Raises:
         CheckpointError: the manifest cannot be read, or names an engine that this version does not have.
@@ -80,8 +80,8 @@ def setup_of(checkpoint: str | Path) -> Setup:
     config = made.get("config") or _CLASSES.get(made.get("engine", "")) or _by_files(checkpoint)
     if config not in CONFIGS:
         raise CheckpointError(
-            f"{checkpoint} was made by an engine {config!r}, which this version does not have. Resume with the version "
-            "of dpllm that made it"
+            f"{checkpoint} was made by an engine {config!r}, which this version does not have. Resume with the dpllm "
+            "version that made it"
         )
     return Setup(config, made.get("processes", 1))
 
@@ -97,9 +97,9 @@ def way_to_load(checkpoint: str | Path, now: Setup, weights_only: bool = False) 
     """Decide how a checkpoint is continued, from its manifest and the names of its files.
 
     Args:
-        checkpoint: a complete one.
+        checkpoint: a complete checkpoint.
         now: engine and processes of this run.
-        weights_only: whether this run saves and continues weights only (``save_only_model``).
+        weights_only: whether this run saves and continues only weights (``save_only_model``).
 
     Raises:
         CheckpointError: the checkpoint lacks an optimizer or a schedule that this run would continue.
@@ -113,19 +113,19 @@ def way_to_load(checkpoint: str | Path, now: Setup, weights_only: bool = False) 
     if weights_only:
         return Way.WEIGHTS
     raise CheckpointError(
-        f"{checkpoint} ({saved}) holds no {' and no '.join(lacks)}, which a resume would begin again without a word. "
-        "Resume from another checkpoint; or, if it was saved with train.save_only_model=true, set that to begin them "
-        "again"
+        f"{checkpoint} ({saved}) holds no {' and no '.join(lacks)}, so a resume would silently start these from "
+        "scratch. Resume from another checkpoint, or, if it was saved with train.save_only_model=true, set that key "
+        "to start them from scratch"
     )
 
 
 def is_start(checkpoint: str | Path) -> bool:
-    """Return whether a checkpoint holds the weights before the first step, for which nothing else exists."""
+    """Return whether a checkpoint holds the weights before the first step, which have no other state."""
     return steps_of_weights(checkpoint) == 0
 
 
 def _lacks(checkpoint: Path, config: str) -> list[str]:
-    """Return the states that a checkpoint lacks, in words."""
+    """Return descriptions of the states that a checkpoint lacks."""
     optimizers = {
         SINGLE: [checkpoint / OPTIMIZER_FILE],
         DDP: [checkpoint / OPTIMIZER_FILE],

@@ -6,9 +6,8 @@ class EngineError(ValueError):
 
 
 def no_totals(engine: str) -> EngineError:
-    """Return the error of an engine that never has a complete sum, where noise is added to complete sums."""
+    """Return the error of an engine that never has a complete sum, for noise that is added to complete sums."""
     return EngineError(
-        f"privacy.randomness='discrete' adds noise to complete sums, and {engine} never has one: the library that it "
-        "uses adds up the processes' shares within its own update. Use a single process, DDP or FSDP2 "
-        "(dpllm train --config fsdp2)"
+        f"privacy.randomness='discrete' adds noise to complete sums, but {engine} never has one: its library sums the "
+        "processes' shares within its own update. Use a single process, DDP or FSDP2 (dpllm train --config fsdp2)"
     )

@@ -1,9 +1,8 @@
 """Checks that refuse to train, save or release weights that are not finite.
 
-Place in the flow: `DPTrainer` checks the weights before training, at every save and at the end, and checks each step's
-count of units without a finite gradient. A unit whose gradient is not finite contributes zero
-(`dpllm.mechanism.clipping`), so a model with no finite gradient would be trained on noise only, and the loss would be
-logged as 0.
+`DPTrainer` checks the weights before training, at every save and at the end, and each step's count of units without a
+finite gradient. A unit whose gradient is not finite contributes zero (`dpllm.mechanism.clipping`), so a model without
+any finite gradient would be trained only on noise, and the loss would be logged as 0.
 """
 
 from __future__ import annotations
@@ -22,26 +21,26 @@ class NonfiniteError(ValueError):
 
 
 def require_finite(model: nn.Module, processes: Processes, when: str) -> None:
-    """Make sure that every parameter is finite; called by all processes together.
+    """Check that every parameter is finite; called by all processes together.
 
     Costs one pass over the weights that this process holds, and one read from each device.
 
     Args:
-        model: any module, also a sharded one: each process checks its own shards.
-        processes: all processes; if one finds a value that is not finite, all raise.
+        model: any module, including a sharded one: each process checks its own shards.
+        processes: all processes; if one finds a non-finite value, all raise.
         when: the beginning of the error message, such as "the model to train has".
 
     Raises:
-        NonfiniteError: with the name of the first such parameter.
+        NonfiniteError: a parameter is not finite; the message names the first one.
     """
     found = _first_nonfinite(model)
     if not processes.any(found is not None):
         return
     name = next(name for name in processes.gather(found) if name is not None)
     raise NonfiniteError(
-        f"{when} weights that are NaN or infinite ({name}). Such a model learns nothing but noise and cannot be "
-        "released. Check the weights it starts from and the learning rate; use bf16 or float32 instead of float16. To "
-        "go on, resume from an earlier checkpoint with a lower train.learning_rate"
+        f"{when} weights that are NaN or infinite ({name}). Such a model learns only noise and cannot be released. "
+        "Check the starting weights and the learning rate, use bf16 or float32 instead of float16, or resume from an "
+        "earlier checkpoint with a lower train.learning_rate"
     )
 
 
@@ -85,13 +84,13 @@ class NonfiniteSteps:
     def look(self, num_units: int, num_nonfinite: int, step: int) -> None:
         """Check one step's counts, over all processes.
 
-        A single unit may itself be the cause. The run ends only after half a batch of such units in a row, in one step
-        or more.
+        A single unit may itself be the cause. The run ends only after half a batch of such units in a row, in one or
+        more steps.
 
         Args:
             num_units: the units in the step.
             num_nonfinite: those without a finite gradient.
-            step: its number, for the message.
+            step: the step's index, for the message.
 
         Raises:
             NonfiniteError: no unit has had a finite gradient for that long.
@@ -103,6 +102,6 @@ class NonfiniteSteps:
         if self._in_a_row >= self._enough:
             raise NonfiniteError(
                 f"All {self._in_a_row} units up to step {step} have a gradient that is NaN or infinite, so this run "
-                "trains on noise only. Check the weights it starts from, compute_loss_func and the learning rate; use "
-                "bf16 or float32 instead of float16; then start in a new train.output_dir. The steps stay charged"
+                "trains only on noise. Check the starting weights, compute_loss_func and the learning rate, use bf16 "
+                "or float32 instead of float16, and start in a new train.output_dir. The steps stay charged"
             )

@@ -1,9 +1,9 @@
 """Sharded parameters as DTensors: the clipped sums are reduce-scattered in buckets, each as soon as it is formed.
 
-FSDP2 (``fully_shard``) gathers and frees the weights around each module by its own hooks. Since the weights are out
-of autograd, it finds no gradient to reduce. This module reduces the clipped sums instead, and leaves each process's
-shard as a DTensor. While memory allows, full sums are added up over the microbatches of a step, and reduced with the
-last one (`dpllm.engines.local_sums`). Otherwise those of two buckets exist at a time: one is formed while the other is
+FSDP2 (``fully_shard``) gathers and frees the weights around each module by its own hooks. Since the weights are out of
+autograd, it finds no gradient to reduce. This module reduces the clipped sums instead, and writes each process's shard
+as a DTensor. While memory allows, full sums are accumulated over a step's microbatches, and reduced with the last one
+(`dpllm.engines.local_sums`). Otherwise the sums of two buckets exist at a time: one is formed while the other is
 reduced.
 """
 
@@ -62,7 +62,7 @@ class FullySharded:
     reduced together.
 
     Raises:
-        EngineError: a mesh that has more than data-parallel dimensions.
+        EngineError: the mesh has more than data-parallel dimensions.
     """
 
     early: ClassVar[None] = None
@@ -97,7 +97,7 @@ class FullySharded:
         """Add one microbatch's sums; after the last, each shard of the total times ``scale`` is in ``.grad``.
 
         Raises:
-            EngineError: autograd left a gradient, which would be released unclipped.
+            EngineError: autograd wrote a gradient, which would be released unclipped.
         """
         refuse_foreign_gradients(parameters)
         if not last and self._local.fit():
@@ -109,7 +109,7 @@ class FullySharded:
         in_turns(self._work(bucket, add_to, last, scale, to_total) for bucket in self._buckets)
 
     def _work(self, bucket: ShardedBucket, add_to: AddTo, last: bool, scale: float, to_total: ToTotal | None) -> Work:
-        """Reduce a bucket's sums, and after the last microbatch leave the shards."""
+        """Reduce a bucket's sums, and after the last microbatch write the shards."""
         flat = bucket.packed([self._formed(parameter, add_to).filled() for parameter in bucket.parameters])
         part = flat.new_empty(flat.shape[1])
         yield from overlapped(partial(reduce_scatter, part, flat.view(-1), group=bucket.shards, async_op=True))
@@ -129,13 +129,13 @@ class FullySharded:
             self._leave(parameter, shard)
 
     def _formed(self, parameter: Any, add_to: AddTo) -> Sum:
-        """Return this process's sum of one whole parameter, over this and the microbatches that were kept."""
+        """Return this process's sum of one whole parameter, over this and earlier accumulated microbatches."""
         total = self._local.begun(parameter)
         add_to(parameter, total)
         return total
 
     def _leave(self, parameter: Any, shard: Tensor) -> None:
-        """Leave the finished shard for the optimizer, on the device of the weights, if they are offloaded."""
+        """Write the finished shard for the optimizer, on the device of the weights, if they are offloaded."""
         grad: Any = set_gradient(
             parameter,
             DTensor.from_local(
@@ -158,14 +158,14 @@ def _replicas(parameters: Mapping[str, Any], num_processes: int) -> int:
     """Return the number of processes that hold each shard.
 
     Raises:
-        EngineError: parameters that are not sharded, or over a mesh with other than data-parallel dimensions.
+        EngineError: a parameter is not sharded, or its mesh has dimensions that are not data-parallel.
     """
     counts = set()
     for name, parameter in parameters.items():
         if not isinstance(parameter, DTensor):
             raise EngineError(
                 f"{name} is not sharded like the rest of the model, so its sum would not be reduced. Add adapters "
-                "before the model is sharded (accelerator.prepare)"
+                "before sharding the model (accelerator.prepare)"
             )
         mesh, placements = parameter.device_mesh, parameter.placements
         split = _dimensions_that_split(mesh)
@@ -175,13 +175,13 @@ def _replicas(parameters: Mapping[str, Any], num_processes: int) -> int:
             named = f", with the dimension{'s' * (len(split) > 1)} {', '.join(split)}" if split else ""
             raise EngineError(
                 f"{name} is on a mesh of {mesh.size()} of {num_processes} processes ({mesh}){named}: tensor, pipeline, "
-                "context or expert parallelism splits the rows or layers of one unit, and so its norm. Use only "
-                "FSDP2 (dpllm train --config fsdp2)"
+                "context or expert parallelism splits a unit's rows or layers, and so its norm. Use only FSDP2 (dpllm "
+                "train --config fsdp2)"
             )
         counts.add(num_processes // math.prod(mesh.size(dim) for dim, p in enumerate(placements) if p.is_shard()))
     if len(counts) > 1:
         raise EngineError(
-            f"Parameters have different numbers of replicas ({sorted(counts)}); shard them in the same way."
+            f"Parameters have different numbers of replicas ({sorted(counts)}). Shard all of them in the same way."
         )
     return counts.pop()
 
@@ -203,9 +203,9 @@ def whole_state(model: nn.Module, processes: Processes, trainable_only: bool) ->
     """Return the state of a sharded model, gathered tensor by tensor onto rank 0's CPU.
 
     Args:
-        model: sharded.
-        processes: all of them call this together.
-        trainable_only: leave frozen parameters out, as for an adapter whose base model fits on no process.
+        model: the sharded model.
+        processes: all processes, which call this together.
+        trainable_only: omit frozen parameters, as for an adapter whose base model fits on no process.
 
     Returns:
         On rank 0, tensors by name as in ``state_dict``; on other ranks an empty dictionary.

@@ -1,17 +1,17 @@
-"""A guard at run time: it checks that the gradient at the optimizer in the first step is the private sum.
+"""A run-time guard: check that the gradient at the optimizer in the first step is the private sum.
 
 A new release of another library may change an engine: hooks no longer fire, a default rescales, a mean replaces a sum.
 Such a run trains as well as before, but its ε is wrong. The guard therefore reads the gradients that the innermost
 optimizer is about to use (a public hook of ``torch.optim.Optimizer``) and compares them with the sums that the private
-step handed in:
+step passed on:
 
-* their sum of all entries, which every correct way of adding and sharding preserves, must be that of the clipped sums
-  and the noise that the processes handed in, up to rounding;
-* their norm must lie between those that U clipped units and the noise allow: within C·U of σC·sqrt(P);
-* their norm must be the norm that the engine left for the optimizer: nothing may have changed the gradients since.
+* their sum of all entries, which every correct way of adding and sharding preserves, must equal that of the clipped
+  sums and the noise that the processes passed on, up to rounding;
+* their norm must be within the range that U clipped units and the noise allow: within C·U of σC·sqrt(P);
+* their norm must equal the norm that the engine wrote for the optimizer: nothing may have changed the gradients since.
 
 If the engine does not form the total itself (DeepSpeed), the guard reads its gradients parameter by parameter and
-compares them with `Projections`. These values are written out only if a check fails.
+compares them with `Projections`. The compared values are printed only if a check fails.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dpllm.ghost.sums import Sum
 _TOLERANCE = 1e-4
 _BLOCK = 1 << 24  # entries that are converted to float64 at a time
 _TAIL = 8.0  # P(| ||z|| - sqrt(P) | > 8) < 1e-13 for standard normal z
-_SAME = 1e-6  # two ways of adding up the squares of the same numbers in float64
+_SAME = 1e-6  # two ways of summing the squares of the same numbers in float64
 
 
 class UpdateError(RuntimeError):
@@ -43,9 +43,9 @@ class UpdateError(RuntimeError):
 def _refusal(what: str, seen: float, expected: str) -> UpdateError:
     return UpdateError(
         f"The gradient that reaches the optimizer is not the private sum: its {what} is {seen:.6g}, expected "
-        f"{expected}. Something between private_step() and the optimizer added to it, rescaled it, or left it out "
-        "(gradient clipping, a loss scaler, hooks of the engine that no longer fire, a second backward pass). Nothing "
-        "of this run may be released; remove the cause, or use another engine (dpllm train --config)"
+        f"{expected}. Between private_step() and the optimizer something changed it, such as gradient clipping, a loss "
+        "scaler, a missing engine hook or a second backward pass. Nothing from this run may be released; remove the "
+        "cause, or use another engine (dpllm train --config)"
     )
 
 
@@ -54,10 +54,10 @@ class UpdateGuard:
 
     Args:
         optimizer: the engine's optimizer; its wrappers are removed.
-        processes: the processes of the run.
+        processes: the run's processes.
         replicas: the number of processes that hold the same gradient entries (1: every entry has one owner).
-        at_once: the optimizer makes the whole update in one call, so it can be stopped before it. Otherwise the
-            engine calls `verify` right after the update.
+        at_once: whether the optimizer makes the whole update in one call, so that it can be stopped before. Otherwise
+            the engine calls `verify` right after the update.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class UpdateGuard:
 
     @contextlib.contextmanager
     def handing_in(self, total: Sum) -> Iterator[None]:
-        """Note the amount that the block adds to a sum for the engine."""
+        """Record the amount that the block adds to a sum for the engine."""
         if self.done:
             yield
             return
@@ -88,14 +88,14 @@ class UpdateGuard:
         self._handed_in += _amount(total) - before
 
     def withdraw(self) -> None:
-        """Forget the amounts that were handed in and left: a step begins, or the engine dropped all of them.
+        """Forget the recorded amounts: a step begins, or the engine dropped all of them.
 
-        A step whose update was left out has spent its noise, but nothing of it is in the next one.
+        A step whose update was skipped has spent its noise, but no part of it is in the next one.
         """
         self._handed_in, self._left = 0.0, None
 
     def leave(self, grad: Tensor) -> None:
-        """Note this process's part of a finished gradient that the engine leaves for the optimizer."""
+        """Record this process's part of a finished gradient that the engine writes for the optimizer."""
         if not self.done:
             self._left = (self._left or 0.0) + _amounts(grad)[1]
 
@@ -103,8 +103,8 @@ class UpdateGuard:
         """Set the expected properties of a private update.
 
         Args:
-            num_units: U, of all processes, in this step.
-            num_entries: P, trainable entries of the model.
+            num_units: U, over all processes, in this step.
+            num_entries: P, the model's trainable entries.
             clip_norm: C.
             noise_stddev: σC.
             scale: the factor by which the engine multiplies the noisy sum.
@@ -118,7 +118,7 @@ class UpdateGuard:
         (self._expected,) = self._processes.sum([self._handed_in])
 
     def _before_update(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-        if self.done:  # the hook stays: PyTorch is iterating over its hooks
+        if self.done:  # the hook stays, since PyTorch is iterating over its hooks
             return
         if self._at_once:
             self._seen = [0.0] * 3
@@ -136,7 +136,7 @@ class UpdateGuard:
         self._seen = [total + own_sum, square + own_square, max(eps, float(torch.finfo(local.dtype).eps))]
 
     def verify(self) -> None:
-        """Compare the optimizer's gradients with the sums handed in; if they match, the guard disables itself.
+        """Compare the optimizer's gradients with the recorded sums; if they match, the guard disables itself.
 
         Raises:
             UpdateError: they differ; raised on every process, and again at every further attempt.
@@ -145,8 +145,8 @@ class UpdateGuard:
             return
         if self._limits is None:
             raise UpdateError(
-                "The optimizer was stepped before private_step() handed a gradient to it. Call private_step() first, "
-                "and optimizer.step() after it."
+                "The optimizer was stepped before private_step() passed it a gradient. Call private_step() first, "
+                "then optimizer.step()."
             )
         seen_sum, seen_square, left = self._processes.sum([*self._seen[:2], self._left or 0.0])
         total = seen_sum / (self._scale * self._replicas)
@@ -174,7 +174,7 @@ def _amount(total: Sum) -> float:
 def _amounts(tensor: Tensor) -> tuple[float, float]:
     """Return the sum of all entries and the sum of their squares, added in float64.
 
-    A block of entries is converted at a time: a head of 128 256 × 4096 would take 8 GB in the first step.
+    Converts one block of entries at a time: a head of 128 256 × 4096 would take 8 GB in the first step.
     """
     total, square = 0.0, 0.0
     for block in tensor.detach().flatten().split(_BLOCK):
@@ -184,27 +184,27 @@ def _amounts(tensor: Tensor) -> tuple[float, float]:
 
 
 class Projections:
-    """Compares gradients that an engine added up internally with the sums handed in, parameter by parameter.
+    """Compares gradients that an engine summed internally with the recorded sums, parameter by parameter.
 
     Each gradient is projected on a vector of random signs, the same on every process. A projection is linear, so the
-    projections of the sums handed in add up to that of the total. A deviation of norm d in any direction shows as a
+    projections of the recorded sums add up to that of the total. A deviation of norm d in any direction shows as a
     number of size d.
     """
 
     def __init__(self, processes: Processes) -> None:
-        """Start with nothing handed in."""
+        """Start with no recorded sums."""
         self._processes = processes
         self._handed_in: dict[int, float] = {}
 
     def hand_in(self, number: int, total: Tensor) -> None:
-        """Add this process's share of the sum of one parameter, identified by its number."""
+        """Add this process's share of the sum of one parameter, identified by its index."""
         self._handed_in[number] = self._handed_in.get(number, 0.0) + _project(number, total)
 
     def verify(self, wholes: Iterator[tuple[int, Tensor]]) -> float:
         """Compare the sums with the totals that the engine holds.
 
         Args:
-            wholes: every parameter's number and whole total, the same on all processes, without any scaling.
+            wholes: every parameter's index and whole total, the same on all processes, without any scaling.
 
         Returns:
             The sum of their squares.

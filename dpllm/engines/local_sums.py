@@ -1,15 +1,15 @@
-"""Whole sums of one process, added up over the microbatches of a step while memory allows.
+"""Whole sums of one process, accumulated over a step's microbatches while memory allows.
 
-Engines that divide gradients (FSDP2, ZeRO-2, ZeRO-3) can reduce the sums of each microbatch and keep only their parts,
-or add up whole sums and reduce them once per step, with the last microbatch. Whole sums take 4 bytes for each trained
-entry, and divide the traffic of sums by the number of microbatches. Training without privacy has the same choice
-(``no_sync``).
+Engines that partition gradients (FSDP2, ZeRO-2, ZeRO-3) can reduce the sums of each microbatch and keep only their
+parts, or accumulate whole sums and reduce them once per step, with the last microbatch. Whole sums take 4 bytes per
+trained entry, and divide the traffic of sums by the number of microbatches. Training without privacy has the same
+choice (``no_sync``).
 
 Two rules, the same on every process, decide once per run:
 
-* sums that take at most half the memory of the weights that a process holds (LoRA) are always added up;
-* other sums are, if every process has memory left for them. The memory is measured when the first microbatch of a step
-  has passed through the model, so that its peak counts as used: PyTorch keeps it reserved.
+* sums that take at most half the memory of a process's weights (LoRA) are always accumulated;
+* other sums are accumulated if every process has enough memory left. The memory is measured when the first microbatch
+  of a step has passed through the model, so that its peak counts as used: PyTorch keeps it reserved.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from dpllm.engines.processes import Processes
 from dpllm.ghost.kernels import accumulation_dtype
 from dpllm.ghost.sums import Sum
 
-_SHARE = 0.5  # of the memory of the weights that a process holds
-_MARGIN = 0.1  # of a device's memory, which stays free: for longer rows, fragmentation and evaluations
-_LATER = 3 * 4  # bytes for each trained entry that a process holds: moments and gradient of the first update
+_SHARE = 0.5  # of the memory of a process's weights
+_MARGIN = 0.1  # of a device's memory, which stays free for longer rows, fragmentation and evaluations
+_LATER = 3 * 4  # bytes per trained entry that a process holds: moments and gradient of the first update
 
 
 class LocalSums:
-    """The sums of whole parameters between the microbatches of a step.
+    """The sums of whole parameters between a step's microbatches.
 
     Args:
         model: as its engine has divided it.
-        processes: of the run.
+        processes: the run's processes.
     """
 
     def __init__(self, model: nn.Module, processes: Processes) -> None:
-        """Keep no sum."""
+        """Start without sums."""
         self._model, self._processes = model, processes
         self._fits: bool | None = None
         self._sums: dict[nn.Parameter, Sum] = {}
@@ -52,13 +52,13 @@ class LocalSums:
         return self._fits
 
     def begun(self, parameter: nn.Parameter) -> Sum:
-        """Return the sum that was kept for a parameter, or begin one of its whole shape; it is kept no longer."""
+        """Return and release the sum that was kept for a parameter, or begin one of its whole shape."""
         kept = self._sums.pop(parameter, None)
         shape = torch.Size(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO-3 keeps the shape there
         return Sum(shape, accumulation_dtype(parameter.dtype), _device_of(parameter)) if kept is None else kept
 
     def keep(self, parameter: nn.Parameter, total: Sum) -> None:
-        """Keep the sum of a parameter until the next microbatch."""
+        """Keep a parameter's sum until the next microbatch."""
         self._sums[parameter] = total
 
 
@@ -72,11 +72,11 @@ def sums_are_small(model: nn.Module) -> bool:
 
 
 def sums_fit(model: nn.Module, processes: Processes) -> bool:
-    """Return whether every process has memory left for sums of all trained parameters; a collective of all processes.
+    """Return whether every process has enough memory for sums of all trained parameters; a collective of all processes.
 
     Args:
         model: as its engine has divided it.
-        processes: of the run.
+        processes: the run's processes.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     memory = free_memory(_device_of(trained[0]), processes)
@@ -89,7 +89,7 @@ def sums_fit(model: nn.Module, processes: Processes) -> bool:
 
 
 def free_memory(device: torch.device, processes: Processes) -> tuple[float, float] | None:
-    """Return the free and all bytes of a device, this process's part of the machine's on a CPU; None if unknown."""
+    """Return a device's free and total bytes; on a CPU, this process's share of the machine's; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)
     if device.type != "cpu":
@@ -99,7 +99,7 @@ def free_memory(device: torch.device, processes: Processes) -> tuple[float, floa
 
 
 def _device_of(parameter: Any) -> torch.device:
-    """Return the device where a parameter's sum is formed: FSDP2 may offload its shard to the CPU."""
+    """Return the device on which a parameter's sum is formed, since FSDP2 may offload its shard to the CPU."""
     mesh = getattr(parameter, "device_mesh", None)
     return parameter.device if mesh is None else torch.device(mesh.device_type)
 
@@ -113,8 +113,8 @@ def _bytes_of_sums(model: nn.Module) -> int:
 
 
 def _held(parameter: Any) -> int:
-    """Return the bytes of a parameter in each process, the same number on all of them."""
-    shard = getattr(parameter, "ds_tensor", None)  # of ZeRO-3, padded to one size
+    """Return a parameter's bytes in each process, the same number on all of them."""
+    shard = getattr(parameter, "ds_tensor", None)  # of ZeRO-3, padded to equal sizes
     if shard is not None:
         return shard.numel() * shard.element_size()
     size = parameter.numel() * parameter.element_size()

@@ -1,10 +1,10 @@
-"""Sums of parameters that ZeRO-3 has partitioned: reduced here, and handed to DeepSpeed as its local gradients.
+"""Sums of parameters that ZeRO-3 has partitioned: reduced here, and passed to DeepSpeed as its local gradients.
 
-DeepSpeed takes a gradient of autograd only for a parameter whose weights are gathered. Sums need no weights, so this
+DeepSpeed accepts an autograd gradient only for a parameter whose weights are gathered. Sums need no weights, so this
 module reduces them itself, in buckets, and sets each process's partition of the gradient by the interface that
-DeepSpeed has for that (``safe_set_local_grad``). No weight is gathered to hand a sum in.
+DeepSpeed has for that (``safe_set_local_grad``). No weights are gathered for this.
 
-A partition is a process's part of the flattened parameter: all parts have one size, and the last ones have padding.
+A partition is a process's part of the flattened parameter: all parts have the same size, and the last ones are padded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dpllm.ghost.kernels import accumulation_dtype
 
 
 class PartitionedBucket:
-    """The layout of some parameters whose sums are reduced together: a row for each process.
+    """The layout of parameters whose sums are reduced together: one row per process.
 
     Args:
         parameters: of one dtype, partitioned over all processes.
@@ -38,7 +38,7 @@ class PartitionedBucket:
         """Return whole sums as (number of parts, entries); a single one without a copy, if it has no padding.
 
         Args:
-            totals: of the parameters, contiguous.
+            totals: the parameters' sums, contiguous.
         """
         first, parts = totals[0], self._num_parts
         if len(totals) == 1 and first.numel() == self._sizes[0] * parts:

@@ -1,6 +1,6 @@
-"""The processes of a run, and the facts they have to agree on.
+"""The processes of a run, and the facts on which they must agree.
 
-Place in the flow: below the engines. A single process is the case of size one, so no other code needs to distinguish.
+A single process is the case of size one, so other code need not distinguish it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dpllm.engines.board import Failure, FailureBoard, OtherProcessError, open_b
 
 _Value = TypeVar("_Value")
 _SHOWN = 8  # facts in which processes differ
-_PATIENCE = timedelta(days=7)  # of the collectives: the board ends a process that waits in vain
+_PATIENCE = timedelta(days=7)  # of the collectives, since the board ends a process that waits in vain
 _WITHOUT_A_BOARD = timedelta(hours=1)  # rank 0 may be sealing a large checkpoint
 
 
@@ -33,10 +33,10 @@ class Processes:
     """All processes of the run, as in torch.distributed; a single one if it is not initialised.
 
     Small values (numbers, facts, errors) are exchanged over a separate gloo group, so that their collectives neither
-    wait for the GPU nor have the time limit of NCCL.
+    wait for the GPU nor have NCCL's time limit.
 
     Attributes:
-        rank: this process's number, 0 <= rank < size. Rank 0 writes the files.
+        rank: this process's index, 0 <= rank < size. Rank 0 writes the files.
         size: the number of processes.
     """
 
@@ -51,8 +51,8 @@ class Processes:
         if launched > 1 and not self._distributed:
             raise DisagreementError(
                 f"{launched} processes were launched (WORLD_SIZE), but torch.distributed is not initialised, so each "
-                "of them would draw its own units and noise. Create the Accelerator or "
-                "the TrainingArguments first; on a machine without a GPU with use_cpu=True"
+                "of them would draw its own units and noise. Create the Accelerator or the TrainingArguments first; "
+                "on a machine without a GPU set use_cpu=True"
             )
         self.rank = dist.get_rank() if self._distributed else 0
         self.size = dist.get_world_size() if self._distributed else 1
@@ -63,13 +63,13 @@ class Processes:
         return self.rank == 0
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Return the sums over all processes, in float64; the same on every process, bit by bit."""
+        """Return the sums over all processes, in float64; bit-identical on every process."""
         if self.size == 1:
             return [float(value) for value in values]
         return torch.tensor(self.gather_numbers(values), dtype=torch.float64).sum(dim=0).tolist()
 
     def gather_numbers(self, values: Sequence[float]) -> list[list[float]]:
-        """Return every process's float64 numbers, the same count on each, by rank: one small collective."""
+        """Return every process's float64 numbers by rank, the same count on each: one small collective."""
         mine = torch.tensor([float(value) for value in values], dtype=torch.float64)
         if self.size == 1:
             return [mine.tolist()]
@@ -89,7 +89,7 @@ class Processes:
         return sent.numpy()
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set in any process."""
+        """Return whether the flag is set in any process."""
         return self.any_of([flag])[0]
 
     def any_of(self, flags: Sequence[bool]) -> list[bool]:
@@ -106,10 +106,10 @@ class Processes:
         return values
 
     def from_main(self, function: Callable[[], _Value]) -> _Value:
-        """Run a function on rank 0 and give every process its result, or its error.
+        """Run a function on rank 0 and return its result, or raise its error, on every process.
 
         Raises:
-            Exception: the exception of the function; the same on every rank, so that all stop with one message.
+            Exception: the function's exception; the same on every rank, so that all stop with one message.
         """
         if self.size == 1:
             return function()
@@ -126,17 +126,17 @@ class Processes:
         return outcome[0]
 
     def together(self, function: Callable[[], _Value]) -> _Value:
-        """Run a function on every process; if one fails, all of them raise.
+        """Run a function on every process; if it fails on one, all raise.
 
         Raises:
             Exception: the error of this process.
-            OtherProcessError: only others failed; it names the first of them and its error.
+            OtherProcessError: only other processes failed; the message has the first of them and its error.
         """
         if self.size == 1:
             return function()
         failure: Exception | None = None
         try:
-            with self.during("work of all processes"):  # in which they may communicate, too
+            with self.during("work of all processes"):  # in which they may also communicate
                 result = function()
         except OtherProcessError:
             raise
@@ -149,14 +149,14 @@ class Processes:
     def all_or_none(self, what: str) -> Iterator[None]:
         """Run a block on every process; if it fails on one of them, all raise.
 
-        Unlike `together`, it is for errors of the user's own code: it costs one small collective where none fails, and
-        the other processes get no error of a type that their code may handle. The block makes no collective.
+        Unlike `together`, it is for errors of user code: it costs one small collective if none fails, and the other
+        processes get no error of a type that user code may handle. The block makes no collective.
 
         Args:
-            what: the work that is given up then.
+            what: the work that is then abandoned.
 
         Raises:
-            OtherProcessError: it failed on another process only; the message names it and its error.
+            OtherProcessError: it failed only on another process; the message names it and its error.
             Exception: the error of this process.
         """
         failure: Exception | None = None
@@ -171,7 +171,7 @@ class Processes:
             self._raise_first(failure, what)
 
     def _raise_first(self, own: Exception | None, what: str = "") -> None:
-        """Raise this process's error, or the one that names the first process with an error; nothing without any."""
+        """Raise this process's error, or the one that names the first process with an error; otherwise do nothing."""
         try:
             told_by = self.gather(None if own is None else told(own))
         except OtherProcessError:
@@ -186,16 +186,16 @@ class Processes:
                 raise Failure(rank, where, where, *one).to_error()
 
     def raise_found(self, error: Exception | None, flags: Sequence[float], what: str = "a check") -> None:
-        """Raise an error that some processes found, after another collective has exchanged flags for it.
+        """Raise an error that some processes found, after a different collective has exchanged flags for it.
 
         Args:
-            error: the error of this process; None: it found none.
-            flags: the flags of all processes, the same list on each: not 0 for a process with an error.
-            what: the work in which it was found.
+            error: this process's error; None: it found none.
+            flags: the flags of all processes, the same list on each; nonzero for a process with an error.
+            what: the work in which the error was found.
 
         Raises:
             Exception: the ``error``.
-            OtherProcessError: only others have one; it names the first of them and its error.
+            OtherProcessError: only other processes have one; the message names the first of them and its error.
         """
         if error is not None and self.size == 1:
             raise error
@@ -203,10 +203,10 @@ class Processes:
             self._raise_first(error, what)
 
     def agree(self, facts: Mapping[str, Any]) -> None:
-        """Make sure that every process holds the same facts.
+        """Check that every process has the same facts.
 
         Raises:
-            DisagreementError: they differ; the message names the fact, the ranks and their values, on every rank.
+            DisagreementError: they differ; the message has the fact, the ranks and their values, on every rank.
         """
         everywhere = self.gather(dict(facts))
         names = dict.fromkeys(name for facts in everywhere for name in facts)
@@ -214,10 +214,10 @@ class Processes:
         differing = {name: one for name, one in values.items() if any(value != one[0] for value in one)}
         if differing:
             shown = "; ".join(f"{name} ({told_by_rank(one)})" for name, one in list(differing.items())[:_SHOWN])
-            shown += f" and {len(differing) - _SHOWN} other facts" if len(differing) > _SHOWN else ""
+            shown += f" and {len(differing) - _SHOWN} more values" if len(differing) > _SHOWN else ""
             raise DisagreementError(
-                f"The processes differ in {shown}, so their sums and noise would not be those of one private run. "
-                "Start all of them with the same recipe, data and package versions"
+                f"The processes differ in {shown}, so their sums and noise would not belong to one private run. Start "
+                "all of them with the same recipe, data and package versions"
             )
 
     def wait(self) -> None:
@@ -230,15 +230,15 @@ class Processes:
         """Do work that all processes do together: an error of one ends it on all (`FailureBoard.during`).
 
         Args:
-            what: the work in words, such as "step 5".
-            patient: whether it may take any time; if not, it has to come further (`mark`) within the time limit.
+            what: the work as text, such as "step 5".
+            patient: whether it may take any time; if not, it must make progress (`mark`) within the time limit.
         """
         board = self._board
         return contextlib.nullcontext() if board is None else board.during(what, patient)
 
     @staticmethod
     def mark(place: str | None = None) -> None:
-        """Note that this process came further, and where it is (`FailureBoard.mark`); nothing without a board."""
+        """Record that this process made progress, and where it is (`FailureBoard.mark`); nothing without a board."""
         if _hosts.board is not None:
             _hosts.board.mark(place)
 
@@ -249,7 +249,7 @@ class Processes:
             _hosts.board.close()
 
     def set_time_limit(self, seconds: float, before_end: Callable[[], None]) -> None:
-        """Set after how many seconds a process that is waited for ends the run; called by all processes together.
+        """Set the seconds after which a process that others wait for ends the run; called by all processes together.
 
         Args:
             seconds: the limit (``train.ddp_timeout``).
@@ -267,7 +267,7 @@ class Processes:
 
 
 def told_by_rank(values: Sequence[Any], most: int = 8) -> str:
-    """Return the values of the ranks as text: the first ranks, and the first that differs from rank 0.
+    """Return the ranks' values as text: the first ranks, and the first one that differs from rank 0.
 
     >>> told_by_rank(["a", "b"])
     'rank 0: a, rank 1: b'
@@ -316,24 +316,24 @@ def _host_group() -> Any:
 
 @contextlib.contextmanager
 def connected() -> Iterator[None]:
-    """Wait for other processes within the block, and say in one line that, and why, one of them cannot be reached.
+    """Wait for other processes within the block; if one cannot be reached, raise an error with the cause.
 
     Raises:
-        OtherProcessError: in place of a connection's own error, which has an address and no cause.
+        OtherProcessError: replaces a connection's own error, which has an address but no cause.
     """
     board = _hosts.board
     try:
         with contextlib.nullcontext() if board is None else board.waiting():
             yield
-    except RuntimeError as error:  # gloo raises no class of its own
+    except RuntimeError as error:  # gloo has no error class of its own
         if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
             raise
         if board is not None and (cause := board.cause(error)) is not None:
             raise cause from error
         words = " ".join(str(error).split())[:200]
         raise OtherProcessError(
-            f"Another process of the run has ended, waits elsewhere or cannot be reached ({words}). Nothing of a step "
-            "that had begun is released. Look for the first error in the output of all processes, and resume from a "
+            f"Another process of the run has ended, waits elsewhere or cannot be reached ({words}). Nothing from an "
+            "unfinished step is released. Find the first error in the output of all processes, and resume from a "
             "checkpoint"
         ) from error
 
@@ -348,7 +348,7 @@ def found_by(check: Callable[[], None]) -> Exception | None:
 
 
 def _sendable(error: Exception) -> Exception:
-    """Return the error itself if it can be sent to another process, otherwise one with its text."""
+    """Return the error itself if it can be sent to another process, otherwise one with the same text."""
     try:
         if type(pickle.loads(pickle.dumps(error))) is type(error):
             return error

@@ -1,10 +1,10 @@
-"""Comparison of the weights on several processes, to make sure that replicas are equal.
+"""Compare the weights on several processes, to ensure that replicas are equal.
 
-Place in the flow: below the engines, used by `dpllm.training.step` in every step and by `dpllm.training.run` when a
-model is attached. The bound on a step assumes that all processes compute the same function; otherwise the sum would
-depend on the process to which a unit is assigned. Weights can diverge without any error, for instance by a different
-learning rate on one process, an edit on one process, or an optimizer with its own randomness. Replicas are therefore
-compared by the bits of all entries (`dpllm.engines.checksums`).
+`dpllm.training.step` uses this in every step, and `dpllm.training.run` when a model is attached. The bound on a step
+assumes that all processes compute the same function; otherwise the sum would depend on the process to which a unit is
+assigned. Weights can diverge without any error, for instance by a different learning rate on one process, an edit on
+one process, or an optimizer with its own randomness. Replicas are therefore compared by the bits of all entries
+(`dpllm.engines.checksums`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Replicas:
     def numbers(self) -> list[float]:
         """Return the input of `check`, for each kind of parameters: an id of this process's shards, and their checksum.
 
-        Each number is exact in float64. Parameters that all processes hold are one kind, those that are divided are
+        Each number is exact in float64. Parameters that all processes hold form one kind, sharded parameters form
         another.
         """
         found = []
@@ -50,11 +50,11 @@ class Replicas:
 
     @staticmethod
     def check(everywhere: Sequence[Sequence[float]], step: int) -> None:
-        """Make sure that processes with the same shards have the same bits.
+        """Check that processes with the same shards have the same bits.
 
         Args:
             everywhere: the numbers of every process, in the order of the ranks.
-            step: the number of the step, from 1.
+            step: the step's index, from 1.
 
         Raises:
             DisagreementError: they differ; the same error on every process.
@@ -62,20 +62,19 @@ class Replicas:
         if differing(everywhere):
             raise DisagreementError(
                 f"The trainable weights differ between processes before step {step} "
-                f"({told_by_rank([_shown(one) for one in everywhere])}), so a unit's gradient, and the bound on "
-                f"the sum, would depend on the process to which the unit is assigned. Step {step} is charged, and none "
-                "of it reaches the weights. Give every process the same optimizer, learning rate and scheduler, change "
-                "weights on all of them in the same way, and use no optimizer with its own randomness on each process; "
-                "then resume from a checkpoint"
+                f"({told_by_rank([_shown(one) for one in everywhere])}), so a unit's gradient and the bound on the sum "
+                f"would depend on the process that computes them. Step {step} is charged, but does not change the "
+                "weights. Use the same optimizer, learning rate and scheduler on every process, without per-process "
+                "randomness, apply the same weight changes everywhere, and resume from a checkpoint"
             )
 
 
 def check_before_saving(
     parameters: Mapping[str, nn.Parameter], processes: Processes, error: Exception | None = None
 ) -> None:
-    """Make sure that the weights to be saved are those of every replica; all processes call this together.
+    """Check that the weights to be saved are the same on every replica; all processes call this together.
 
-    No step follows the last update of a run, so no other check would find a difference.
+    No step follows a run's last update, so no other check would find a difference.
 
     Args:
         parameters: the trainable parameters by name.
@@ -93,14 +92,14 @@ def check_before_saving(
     if differing(weights):
         raise DisagreementError(
             "The trainable weights differ between processes after the last update "
-            f"({told_by_rank([_shown(one) for one in weights])}), so the model that one of them saves is not the "
-            "model that was trained. Nothing is saved. Give every process the same optimizer, learning rate and "
-            "scheduler, and change weights on all of them in the same way; then resume from a checkpoint"
+            f"({told_by_rank([_shown(one) for one in weights])}), so the model that one of them would save is not the "
+            "trained model. Nothing is saved. Use the same optimizer, learning rate and scheduler on every process, "
+            "apply the same weight changes everywhere, and resume from a checkpoint"
         )
 
 
 def differing(everywhere: Sequence[Sequence[float]]) -> bool:
-    """Whether, in one of the triples of numbers, two processes with the same first number differ in the others."""
+    """Return whether, in a triple of numbers, two processes with the same first number differ in the others."""
     for at in range(0, len(everywhere[0]), _TRIPLE):
         first_of: dict[float, list[float]] = {}
         triples = [list(one[at : at + _TRIPLE]) for one in everywhere]
@@ -115,7 +114,7 @@ def _shown(numbers: Sequence[float]) -> str:
 
 
 def check_model(model: nn.Module, processes: Processes) -> None:
-    """Make sure that all processes hold the same model: parameters, also frozen ones, and buffers.
+    """Check that all processes hold the same model: parameters, including frozen ones, and buffers.
 
     Raises:
         DisagreementError: replicas differ; on every process.
@@ -130,8 +129,8 @@ def check_model(model: nn.Module, processes: Processes) -> None:
         chosen = processes.gather_numbers(Replicas(tensors, processes).numbers())
         if differing(chosen):
             raise DisagreementError(
-                f"The processes hold different {what} ({told_by_rank([_shown(one) for one in chosen])}), frozen ones "
-                "included, so a unit's gradient would depend on the process to which it is assigned. Load the same "
+                f"The processes hold different {what} ({told_by_rank([_shown(one) for one in chosen])}), including "
+                "frozen ones, so a unit's gradient would depend on the process that computes it. Load the same "
                 "weights on every process, and change them before accelerator.prepare()"
             )
 
@@ -139,7 +138,7 @@ def check_model(model: nn.Module, processes: Processes) -> None:
 def _replicated(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Return the parameters that several processes may hold.
 
-    The partitions of ZeRO-3 have one owner each; its small parameters, which it keeps whole everywhere, have several.
+    ZeRO-3 partitions have one owner each; its small parameters, which it keeps whole everywhere, have several.
     """
     # Detached, they are plain tensors: their values are compared, not the partitions that ZeRO-3 attaches to them.
     return [p.detach() for p in parameters if not hasattr(p, "ds_id") or _is_kept_whole(p)]
@@ -150,12 +149,12 @@ def _is_kept_whole(parameter: Any) -> bool:
 
 
 def _by_place(parameters: Iterable[Tensor], processes: Processes) -> list[tuple[int, list[Tensor]]]:
-    """Return the parameters that all processes hold, then those that are divided.
+    """Return the parameters that all processes hold, then those that are sharded.
 
     Returns:
-        For each kind that the model has, a number that is equal on processes with the same shard of every parameter (0
-        for parameters without shards), and the tensors that several processes may hold. The kinds are the same on
-        every process.
+        For each kind in the model, a number that is equal on processes with the same shard of every parameter (0 for
+        parameters without shards), and the tensors that several processes may hold. The kinds are the same on every
+        process.
     """
     whole: list[Tensor] = []
     divided: list[Tensor] = []

@@ -1,8 +1,8 @@
-"""The state in a checkpoint, parameter by parameter and by name, whatever engine wrote it.
+"""The state in a checkpoint, by parameter name, whichever engine wrote it.
 
-Place in the flow: below `dpllm.training.load_state`, which divides the state again for the engine of a resumed run. A
-reader maps the checkpoint's files, or reads the entries that it is asked for; it changes nothing and needs no other
-process, so any number of processes may read a checkpoint at the same time. No process holds more than a parameter.
+`dpllm.training.load_state` divides the state again for the engine of a resumed run. A reader maps the checkpoint's
+files, or reads the requested entries; it changes nothing and needs no other process, so any number of processes may
+read a checkpoint at the same time. No process holds more than one parameter at a time.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from dpllm.engines.zero_checkpoint import ZeroState, is_zero_checkpoint
 from dpllm.privacy.checkpoints import CheckpointError
 
 NAMES_FILE = "optimizer_names.json"
-"""Within a checkpoint: the names of the parameters in the optimizer's groups, which PyTorch only numbers."""
+"""A file in a checkpoint: the names of the parameters in the optimizer's groups, which PyTorch only numbers."""
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # parts of names that torch adds
 Groups = Sequence[tuple[Sequence[str], Mapping[str, Any]]]
 
 
 class SavedState(Protocol):
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     Attributes:
-        groups: the optimizer's groups: the names of the parameters, and the options. Empty: there is no optimizer.
+        groups: the optimizer's groups: parameter names and options. Empty: there is no optimizer.
     """
 
     groups: Groups
 
     def dtype(self, name: str) -> torch.dtype | None:
-        """Return the precision of a parameter or buffer; None: the checkpoint does not hold it."""
+        """Return the dtype of a parameter or buffer; None: the checkpoint does not hold it."""
         ...
 
     def weight(self, name: str) -> Tensor | None:
@@ -59,7 +59,7 @@ class SavedState(Protocol):
         ...
 
     def state(self, name: str) -> dict[str, Any]:
-        """Return the optimizer's state of a trained parameter: whole tensors on the CPU, and its step count."""
+        """Return a trained parameter's optimizer state: whole tensors on the CPU, and its step count."""
         ...
 
 
@@ -68,11 +68,11 @@ def saved_state(checkpoint: str | Path, adapters: Sequence[str] = ()) -> SavedSt
 
     Args:
         checkpoint: the folder.
-        adapters: names of the model's adapters, which PEFT leaves out of the names of saved weights.
+        adapters: names of the model's adapters, which PEFT omits from the names of saved weights.
 
     Raises:
         CheckpointError: the manifest cannot be read, or the state cannot be read parameter by parameter.
-        EngineError: DeepSpeed's files have a layout that is not known.
+        EngineError: DeepSpeed's files have an unknown layout.
     """
     checkpoint, config = Path(checkpoint), setup_of(checkpoint).config
     weights_only = is_start(checkpoint) or not _has_optimizer(checkpoint)
@@ -86,7 +86,7 @@ def saved_state(checkpoint: str | Path, adapters: Sequence[str] = ()) -> SavedSt
 
 
 def _weight_files(checkpoint: Path, adapters: Sequence[str]) -> list[tuple[str, Path]]:
-    """Return the files of whole weights, each with the prefix of its names here: an adapter may have its own folder."""
+    """Return the files of whole weights, each with the prefix of its names; an adapter may have its own folder."""
     found = [("", path) for path in sorted(checkpoint.glob("*.safetensors"))]
     for adapter in adapters:
         found += [(f"{adapter}/", path) for path in sorted((checkpoint / adapter).glob("*.safetensors"))]
@@ -99,7 +99,7 @@ def _has_optimizer(checkpoint: Path) -> bool:
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name without the wrappers of torch.
+    """Return a parameter's name without torch's wrappers.
 
     >>> plain_name("model._orig_mod.layers.0.weight")
     'model.layers.0.weight'
@@ -113,18 +113,18 @@ def names_of_groups(optimizer: Any, model: nn.Module) -> list[list[str]]:
     """Return the names of the parameters in an optimizer's groups, before an engine replaces them.
 
     Args:
-        optimizer: made of the model's own parameters.
+        optimizer: created from the model's own parameters.
         model: not yet divided over processes.
 
     Raises:
-        EngineError: a parameter of the optimizer is none of the model's.
+        EngineError: the optimizer has a parameter that is not in the model.
     """
     names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
     groups = [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
     if any(name is None for group in groups for name in group):
         raise EngineError(
-            "The optimizer holds a parameter that is none of the model's, so its state cannot be saved by name. Make "
-            "the optimizer of model.parameters()"
+            "The optimizer holds a parameter that is not in the model, so its state cannot be saved by name. Create "
+            "the optimizer from model.parameters()"
         )
     return [[name for name in group if name is not None] for group in groups]
 
@@ -141,7 +141,7 @@ class _Adapted:
         self._names, self._adapters = set(names), adapters
 
     def find(self, name: str) -> str | None:
-        """Return the name under which a parameter was saved; None: it was not."""
+        """Return the name under which a parameter was saved; None: it was not saved."""
         return next((one for one in self._candidates(name) if one in self._names), None)
 
     def _candidates(self, name: str) -> Iterator[str]:
@@ -154,7 +154,7 @@ class _Adapted:
 
 
 class ReplicatedState:
-    """The state that one process, or DDP, saved: whole weights in safetensors, and the optimizer's state by number.
+    """The state saved by one process, or by DDP: whole weights in safetensors, and the optimizer's state by number.
 
     Args:
         checkpoint: the folder.
@@ -162,7 +162,7 @@ class ReplicatedState:
         weights_only: whether the checkpoint has no optimizer.
 
     Raises:
-        CheckpointError: the optimizer's state names no parameters, or the files do not fit each other.
+        CheckpointError: the optimizer's state has no parameter names, or the files do not match each other.
     """
 
     def __init__(self, checkpoint: Path, adapters: Sequence[str], weights_only: bool = False) -> None:
@@ -181,7 +181,7 @@ class ReplicatedState:
         groups = optimizer["param_groups"]
         if [len(group["params"]) for group in groups] != [len(group) for group in names]:
             raise CheckpointError(
-                f"{checkpoint / NAMES_FILE} does not name the parameters of {OPTIMIZER_FILE}. Resume from another "
+                f"{checkpoint / NAMES_FILE} does not match the parameters in {OPTIMIZER_FILE}. Resume from another "
                 "checkpoint"
             )
         self.groups = [
@@ -217,15 +217,15 @@ def _names_in(checkpoint: Path) -> list[list[str]]:
     except (OSError, ValueError) as error:
         config = setup_of(checkpoint).config
         raise CheckpointError(
-            f"{checkpoint} does not name the parameters of its optimizer state, as that of an earlier version of dpllm "
-            f"or of an optimizer of your own, so only {SINGLE} and {DDP} can continue it. Resume with dpllm train "
-            f"--config {config}"
+            f"{checkpoint} has no parameter names for its optimizer state, which comes from an earlier dpllm version "
+            f"or a custom optimizer, so only {SINGLE} and {DDP} can resume it. Resume with dpllm train --config "
+            f"{config}"
         ) from error
     return names
 
 
 class ShardedState:
-    """The state that FSDP2 saved, in the format of torch.distributed.checkpoint or, on request of accelerate, whole.
+    """The state saved by FSDP2, in the format of torch.distributed.checkpoint or, at accelerate's request, whole.
 
     Args:
         checkpoint: the folder.
@@ -236,7 +236,7 @@ class ShardedState:
     """
 
     def __init__(self, checkpoint: Path, adapters: Sequence[str]) -> None:
-        """Read what the files hold; no tensor is read."""
+        """Read the files' metadata, but no tensor."""
         self._model = _entries(checkpoint, FSDP2_MODEL, FSDP2_WHOLE_MODEL, "model.")
         self._optimizer = _entries(checkpoint, FSDP2_OPTIMIZER, FSDP2_WHOLE_OPTIMIZER, "optimizer.")
         self._saved = _Adapted(self._model.keys, adapters)
@@ -280,20 +280,20 @@ class _Distributed:
             self.keys[key.removeprefix(prefix)] = described
 
     def read(self, keys: Sequence[str]) -> dict[str, Any]:
-        """Read whole entries, on this process alone."""
+        """Read whole entries, on this process only."""
         wanted: dict[str, Any] = {}
         for key in keys:
             size, dtype = self.keys[key]
             wanted[self._prefix + key] = None if size is None else torch.empty(size, dtype=dtype)
         if wanted:
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # no process needs another here
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # no other process is needed here
                 dcp.load(wanted, storage_reader=dcp.FileSystemReader(self._folder), no_dist=True)
         return {key.removeprefix(self._prefix): value for key, value in wanted.items()}
 
 
 class _Whole:
-    """Entries of a file that rank 0 wrote for all."""
+    """Entries of a file that rank 0 wrote for all processes."""
 
     def __init__(self, content: Mapping[str, Any]) -> None:
         self._values = dict(_flattened(content))

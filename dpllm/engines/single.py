@@ -1,4 +1,4 @@
-"""One process, the whole model: sums are kept in float32 until the last microbatch and then put into ``.grad``."""
+"""One process with the whole model: sums stay in float32 until the last microbatch and are then put into ``.grad``."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ class SingleProcess:
 
         If the parameters have 16 bits, float32 sums of all of them exist only between the microbatches of a step: with
         the last microbatch, each sum becomes a gradient before the next one is formed. Some gradients of a single
-        microbatch are finished already (`EarlyGradients`).
+        microbatch are already finished (`EarlyGradients`).
 
         Raises:
-            EngineError: autograd left a gradient, which would be released unclipped; or a gradient was finished before
+            EngineError: autograd wrote a gradient, which would be released unclipped; or a gradient was finished before
                 this microbatch, which is not the only one.
         """
         refuse_foreign_gradients(parameters)
@@ -76,7 +76,7 @@ class SingleProcess:
         return Sum.of(parameter)
 
     def _finish(self, parameter: nn.Parameter, add_to: AddTo, scale: float, to_total: ToTotal | None) -> None:
-        """Leave the gradient of a sum to which no other process adds."""
+        """Write the gradient of a sum to which no other process adds."""
         gradient = self.early.take(parameter) if self.early is not None else None
         self._leave(parameter, self._gradient(parameter, add_to, scale, to_total) if gradient is None else gradient)
 
@@ -85,7 +85,7 @@ class SingleProcess:
     ) -> Tensor:
         """Complete a sum to which no other process adds; from the second step on, its last addend makes the gradient.
 
-        In the first step the guard compares the gradient with the sum, which therefore has to exist.
+        In the first step the guard compares the gradient with the sum, which must therefore exist.
         """
         total = self._sums.pop(parameter, None) or self._begun(parameter)
         if self.guard.done and to_total is None:
@@ -97,7 +97,7 @@ class SingleProcess:
         return total.finished()
 
     def _leave(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Leave a finished gradient for the optimizer."""
+        """Write a finished gradient for the optimizer."""
         self.guard.leave(set_gradient(parameter, gradient))
 
     def finish(self) -> None:
@@ -106,7 +106,7 @@ class SingleProcess:
 
 
 def refuse_foreign_gradients(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Make sure that ``.grad`` is empty while the private sums are collected.
+    """Check that ``.grad`` is empty while the private sums are collected.
 
     Raises:
         EngineError: a parameter has a gradient that the private step did not make.
@@ -115,7 +115,7 @@ def refuse_foreign_gradients(parameters: Mapping[str, nn.Parameter]) -> None:
         if parameter.grad is not None:
             raise EngineError(
                 f"{name} received a gradient that is not clipped, during a private step. Something called backward() "
-                "directly, or a hook of the engine computed weight gradients: run nothing but private_step() between "
+                "directly, or an engine hook computed weight gradients. Run nothing but private_step() between "
                 "zero_grad() and optimizer.step()"
             )
 

@@ -1,13 +1,13 @@
-"""Reads the state of a DeepSpeed checkpoint parameter by parameter, on any number of processes.
+"""Read the state of a DeepSpeed checkpoint parameter by parameter, on any number of processes.
 
 ZeRO divides float32 weights and optimizer state over the processes, so its files depend on their number and on the
-stage. `ZeroState` maps the files of all ranks into memory and puts a parameter together from its parts when it is
-asked for it. Nothing is written, so a sealed checkpoint stays as it is, and no disk space is needed.
+stage. `ZeroState` maps the files of all ranks into memory and assembles a parameter from its parts on request. Nothing
+is written, so a sealed checkpoint does not change, and no disk space is needed.
 
-DeepSpeed documents the layout in its own converter (deepspeed/checkpoint/ds_to_universal.py). That program knows two
-moments only, needs twice the checkpoint's size on the disk, and the loading of its output loses options of parameter
-groups, step counts and frozen parameters. Here every part is counted: a layout that this module does not know is an
-error, never a parameter that silently lacks entries.
+DeepSpeed documents the layout in its own converter (deepspeed/checkpoint/ds_to_universal.py). That program supports
+only two moments, needs twice the checkpoint's size on disk, and loading its output loses options of parameter groups,
+step counts and frozen parameters. Here every part is counted: an unknown layout is an error, never a parameter that
+silently lacks entries.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from torch import Tensor
 
 from dpllm.engines.errors import EngineError
 
-_TAG_FILE = "latest"  # names that DeepSpeed gives
+_TAG_FILE = "latest"  # DeepSpeed's names
 _OPTIMIZER_SHARDS = "*zero_pp_rank_*_mp_rank_00_optim_states.pt"
 _MODEL_SHARDS = "zero_pp_rank_*_mp_rank_00_model_states.pt"  # only ZeRO-3
 _MODEL = "mp_rank_00_model_states.pt"  # ZeRO-1 and -2
-_WEIGHT = "weight"  # the key of the weights beside those of the optimizer's states
+_WEIGHT = "weight"  # the key of the weights, next to those of the optimizer's states
 Part = tuple[Mapping[str, Any], int, int]  # the states of a flat group on a rank, first entry, number of entries
 
 
 def is_zero_checkpoint(checkpoint: str | Path) -> bool:
-    """Return whether a checkpoint holds optimizer shards of DeepSpeed."""
+    """Return whether a checkpoint holds DeepSpeed's optimizer shards."""
     return any(_folder(Path(checkpoint)).glob(_OPTIMIZER_SHARDS))
 
 
 def divides_parameters(checkpoint: str | Path) -> bool:
-    """Return whether the compute weights are divided too, which only ZeRO-3 does."""
+    """Return whether the compute weights are sharded too, which only ZeRO-3 does."""
     return any(_folder(Path(checkpoint)).glob(_MODEL_SHARDS))
 
 
@@ -49,10 +49,10 @@ class ZeroState:
     """The state in a DeepSpeed checkpoint, as `dpllm.engines.saved_state.SavedState` describes it.
 
     Args:
-        checkpoint: a complete one; `dpllm.privacy.checkpoints` has verified it.
+        checkpoint: a complete checkpoint, verified by `dpllm.privacy.checkpoints`.
 
     Raises:
-        EngineError: the files are not laid out as those of ZeRO-1, -2 or -3.
+        EngineError: the files do not have the layout of ZeRO-1, -2 or -3.
     """
 
     def __init__(self, checkpoint: str | Path) -> None:
@@ -70,7 +70,7 @@ class ZeroState:
     def _unknown(self, why: str) -> EngineError:
         return EngineError(
             f"The DeepSpeed files in {self._shards} cannot be read parameter by parameter ({why}). Resume with the "
-            "accelerate config, the number of processes and the DeepSpeed version that made them, or from another "
+            "accelerate config, the number of processes and the DeepSpeed version that wrote them, or from another "
             "checkpoint"
         )
 
@@ -93,7 +93,7 @@ class ZeroState:
     def _find_divided(self, optimizers: list[dict[str, Any]]) -> None:
         """Find the parts under ZeRO-3: each rank has an equal part of each parameter, the last ones padded."""
         if any(optimizer.get("ds_zero_partition_groups") for optimizer in optimizers):
-            raise self._unknown("parameters are divided over some of the processes")
+            raise self._unknown("parameters are sharded over only some of the processes")
         shapes, size = self._model["param_shapes"], len(optimizers)
         self._shapes = {name: tuple(shape) for group in shapes for name, shape in group.items()}
         for rank, optimizer in enumerate(optimizers):
@@ -119,7 +119,7 @@ class ZeroState:
 
     @cached_property
     def _frozen(self) -> dict[str, list[Tensor]]:
-        """The parts of the parameters that are not trained, under ZeRO-3."""
+        """The parts of the untrained parameters, under ZeRO-3."""
         shards = [_read(path) for path in _by_rank(self._shards, _MODEL_SHARDS)]
         return {
             name: [shard["frozen_param_fragments"][name] for shard in shards]
@@ -127,12 +127,12 @@ class ZeroState:
         }
 
     def dtype(self, name: str) -> torch.dtype | None:
-        """Return the precision of a parameter's weights; None: they are not in the checkpoint."""
+        """Return the dtype of a parameter's weights; None: they are not in the checkpoint."""
         value = self._parts[name][0][0][_WEIGHT] if name in self._parts else self._untrained(name)
         return None if value is None else value.dtype
 
     def weight(self, name: str) -> Tensor | None:
-        """Return the weights of a parameter, in float32 if it is trained, or a buffer; None: it is not there."""
+        """Return a parameter's weights, in float32 if it is trained, or a buffer; None: it is not there."""
         return self._whole(name, _WEIGHT) if name in self._parts else self._untrained(name)
 
     def state(self, name: str) -> dict[str, Any]:
@@ -157,7 +157,7 @@ class ZeroState:
             whole = torch.cat([states[key][start : start + count] for states, start, count in parts])
             return whole.view(self._shapes[name])
         except (KeyError, RuntimeError) as error:
-            raise self._unknown(f"{key} of {name} is not whole: {error}") from error
+            raise self._unknown(f"{key} of {name} is incomplete: {error}") from error
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,16 +1,16 @@
-"""Attaching taps to a model: which module gets which subclass, and how far up the ladder a parameter has to go.
+"""Attach taps to a model: choose each module's subclass, and for each parameter the narrowest exact method.
 
-For each trained parameter, the first of these that is exact is taken:
+For each trained parameter the first exact method of this ladder is used:
 
-1. its module has a class whose computation is known (linear layers, tables, norm layers, experts, some layers of
-   PEFT): it is *tapped*;
-2. a module hands it to ``F.linear`` or ``F.embedding``: these *functions* are tapped while the module runs;
-3. the module that uses it runs *row by row*, with a copy of the parameter for each row;
-4. so does the module around that one, and so on up to the model.
+1. its module's class is one whose computation is known (linear layers, tables, norm layers, experts, some PEFT
+   layers): the module is *tapped*;
+2. a module passes the parameter to ``F.linear`` or ``F.embedding``: these *functions* are tapped while it runs;
+3. the module that uses it runs *row by row*, with one copy of the parameter per row;
+4. the enclosing module runs row by row, and so on up to the model.
 
-One pass without gradients, in the first call of the model, shows which module uses which parameter in which function.
-Then values decide (`dpllm.ghost.weights_check`). What has no exact way here is clipped one unit at a time, by
-`dpllm.ghost.PerUnitClipper`.
+A pass without gradients during the model's first call records which module uses which parameter in which function.
+`dpllm.ghost.weights_check` then compares values. Parameters without an exact method here are clipped one unit at a
+time, by `dpllm.ghost.PerUnitClipper`.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ from dpllm.ghost.taps import (
 )
 
 TAPPED, AS_FUNCTION, ROW_BY_ROW = 0, 1, 2
-"""Rungs of the ladder; each rung above ``ROW_BY_ROW`` takes the module around the one before."""
+"""Rungs of the ladder; each rung above ``ROW_BY_ROW`` uses the next enclosing module."""
 
 _WITHOUT_GRADIENT = ("data", "detach", "grad")  # of tensors; no other function returns a tensor without a gradient
 _NO_SPREAD = (nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.modules.conv._ConvNd, nn.RNNBase)
 
 
 class Holder(NamedTuple):
-    """A module that directly holds trained parameters: its path, and the parameters by their names in it."""
+    """A module that directly holds trained parameters: its path, and the parameters by their attribute names."""
 
     path: str
     module: nn.Module
@@ -73,7 +73,7 @@ class Holder(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """A use of a parameter: the path of the innermost module that ran, and whether its function can be tapped."""
+    """One use of a parameter: the path of the innermost running module, and whether the function can be tapped."""
 
     at: str
     served: bool
@@ -86,13 +86,13 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether the forward pass is that of ``nn.Linear`` or ``Conv1D``, also in a subclass that does not override it."""
+    """Return whether the forward pass is that of ``nn.Linear`` or ``Conv1D``, including subclasses that inherit it."""
     kind = getattr(type(module), "_tap_kind", type(module))
     return is_transposed(module) or (issubclass(kind, nn.Linear) and kind.forward is nn.Linear.forward)
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Whether another ``forward`` was put on this module than that of its class, which then says nothing about it."""
+    """Return whether the module's ``forward`` differs from its class's, so that the class does not describe it."""
     return "forward" in vars(module)
 
 
@@ -106,16 +106,16 @@ class Ladder:
 
     Attributes:
         holders: the modules that directly hold trained parameters.
-        rungs: of parameters by name; 0 for all others.
-        copied: parameters that are read as one copy for each row.
-        splits: of the modules that run row by row, by their paths.
+        rungs: the rung of each parameter, by name; 0 for all others.
+        copied: parameters that are read as one copy per row.
+        splits: the modules that run row by row, by path.
 
     Raises:
-        GhostError: a parameter in no module that has a forward pass, or an option of a table that couples rows.
+        GhostError: no module with a forward pass contains a parameter, or a table has an option that couples rows.
     """
 
     def __init__(self, model: nn.Module, host: Host, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Find the modules that hold the parameters; nothing is changed yet."""
+        """Find the modules that hold the parameters, without changing them."""
         self._model, self._host = model, host
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._paths = {id(module): path for path, module in model.named_modules()}
@@ -140,17 +140,20 @@ class Ladder:
         return {name: self._targets[id(p)] for name, p in module._parameters.items() if id(p) in self._targets}
 
     def _owner(self, path: str) -> str:
-        """Return the path of the nearest module with a forward pass, from the one at ``path`` on."""
+        """Return the path of the nearest module with a forward pass, starting at ``path``."""
         at = path
         while type(self._modules[at]).forward is nn.Module.forward and not has_own_forward(self._modules[at]):
             if not at:
                 names = [name for _, holder, name in self._places if holder.path == path]
-                raise NoRuleError(f"{path}: no module around the parameters {names} has a forward pass.")
+                raise NoRuleError(
+                    f"{path}: none of the modules that contain the parameters {names} has a forward pass. Freeze these "
+                    "parameters."
+                )
             at = at.rpartition(".")[0]
         return at
 
     def discover(self, run: Callable[[], Any]) -> Any:
-        """Run the model without gradients, and note which module hands which parameter to which function."""
+        """Run the model without gradients, and record which module passes which parameter to which function."""
         discovery = _Discovery(self._paths, self._note)
         handles = [
             register_module_forward_pre_hook(discovery.enter),
@@ -165,15 +168,15 @@ class Ladder:
                 handle.remove()
 
     def _note(self, tensor: Tensor, at: str, served: bool) -> None:
-        """Note that a module handed a tensor to a function, if it is a trained parameter."""
+        """Record that a module passed a tensor to a function, if the tensor is a trained parameter."""
         target = self._targets.get(id(tensor))
-        if target is None and isinstance(tensor, nn.Parameter):  # FSDP2 puts another one in its place
+        if target is None and isinstance(tensor, nn.Parameter):  # FSDP2 replaces the parameter
             target = next((t for t, h, name in self._places if h.module._parameters.get(name) is tensor), None)
         if target is not None:
             self._uses.setdefault(target.name, set()).add(Seen(at, served))
 
     def attach(self) -> None:
-        """Give every module the subclass that its parameters' rungs ask for."""
+        """Give every module the subclass that its parameters' rungs require."""
         of_experts = self._tap_experts()
         for path, module in self._modules.items():
             if not self.touches(module) and (found := peft_taps.tap(module, self._trained_at_first)) is not None:
@@ -201,20 +204,19 @@ class Ladder:
             self.copied += targets
 
     def _refuse_gathers(self, at: str, targets: Sequence[Target]) -> None:
-        """Refuse a module that would run row by row where DeepSpeed gathers its parts in each of their calls (ZeRO-3).
+        """Refuse a module that would run row by row while DeepSpeed (ZeRO-3) gathers its children at each call.
 
-        Processes have different numbers of rows, so they would wait for each other in different collectives. On one
-        process, too, DeepSpeed's hooks on the parts would take the copies for a row for its own parameters.
+        Processes have different numbers of rows, so their collectives would not match. Even on one process, DeepSpeed's
+        hooks on the children would mistake the row copies for its own parameters.
         """
         module = self._modules[at]
         if next(module.children(), None) is None or not any(hasattr(p, "ds_id") for p in module.parameters()):
             return
         names = ", ".join(target.name for target in targets[:4]) + (", ..." if len(targets) > 4 else "")
         raise GhostError(
-            f"{at} has to run row by row, since no tap is exact for {names}, and ZeRO-3 gathers weights anew for "
-            "each row, around every call of its parts, while processes have different numbers of rows. Use FSDP2 "
-            "(accelerate_configs/fsdp2.yaml), which gathers a block once, or on one GPU no sharding; or freeze these "
-            "parameters"
+            f"{at} would have to run row by row, because no tap is exact for {names}. This does not work with ZeRO-3, "
+            "which gathers weights at every call, while processes have different numbers of rows. Use FSDP2 "
+            "(accelerate_configs/fsdp2.yaml), run one GPU without sharding, or freeze these parameters"
         )
 
     def _uses_of(self, target: Target, rung: int) -> set[Seen]:
@@ -224,7 +226,7 @@ class Ladder:
         return uses
 
     def _held(self, targets: Iterable[Target]) -> list[Held]:
-        """Return parameters with the modules that hold them, and their names there."""
+        """Return parameters with the modules that hold them and the attribute names there."""
         return [(t, [(h.module, name) for own, h, name in self._places if own is t]) for t in targets]
 
     def _rung(self, target: Target) -> int:
@@ -237,7 +239,7 @@ class Ladder:
         return path
 
     def climb(self, targets: Iterable[Target]) -> bool:
-        """Take the next rung for these parameters; return whether one of them had one left."""
+        """Move these parameters to their next rung; return whether any of them had one left."""
         climbed = False
         for target in targets:
             rung = self._rung(target)
@@ -255,7 +257,7 @@ class Ladder:
         return target if target is not None and self._rung(target) == TAPPED else None
 
     def _tap_experts(self) -> set[str]:
-        """Tap experts that are computed through transformers' interface; return the names of their parameters."""
+        """Tap experts that run through transformers' interface; return the names of their parameters."""
         served: set[str] = set()
         for path, module in self._modules.items():
             own = {name: t for name, p in module.named_parameters() if (t := self._targets.get(id(p))) is not None}
@@ -270,7 +272,7 @@ class Ladder:
             if own and all(self._rung(target) == TAPPED for target in own.values()):
                 try:
                     rule = train(path, module, own, self._host)
-                except NoRuleError:  # another way is exact for it
+                except NoRuleError:  # a later rung is exact for it
                     continue
                 if rule not in self._experts:
                     self._experts.append(rule)
@@ -301,7 +303,7 @@ class Ladder:
         self._undo.setdefault(id(module), (module, type(module), vars(module).get("forward")))
 
     def used_once(self, parameter: nn.Parameter) -> bool:
-        """Whether the calls of the model for a loss used the parameter once."""
+        """Return whether the model's calls for a loss used the parameter once."""
         return self._host.uses[self.target_of(parameter).name] == 1
 
     def target_of(self, parameter: nn.Parameter) -> Target:
@@ -309,15 +311,15 @@ class Ladder:
         return self._targets[id(parameter)]
 
     def touches(self, module: nn.Module) -> bool:
-        """Whether a module has another forward than before."""
+        """Return whether the module's forward has been replaced."""
         return id(module) in self._undo
 
     def holds(self, module: nn.Module) -> bool:
-        """Whether a module directly holds trained parameters."""
+        """Return whether the module directly holds trained parameters."""
         return any(holder.module is module for holder in self.holders)
 
     def detach(self) -> None:
-        """Give every module its class back."""
+        """Restore every module's class."""
         for module, kind, forward in self._undo.values():
             module.__class__ = kind
             for name in [name for name in vars(module) if name.startswith("_tap_")]:
@@ -331,7 +333,7 @@ class Ladder:
 
 
 def _tap(holder: Holder) -> tuple[type[nn.Module], dict[str, Site]] | None:
-    """Return the subclass of a module whose class tells what it computes, and its sites: "" is that of all it has."""
+    """Return the subclass of a module of a known class, and its sites; the key "" stands for all its parameters."""
     module, own, kind = holder.module, holder.own, type(holder.module)
     if has_own_forward(module):
         return None
@@ -356,10 +358,10 @@ _EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_
 
 
 class Functions:
-    """The trained parameters that a module hands to functions: matrix products, with their biases, and lookups.
+    """The trained parameters that a module passes to functions: matrix products, with their biases, and lookups.
 
-    Routers, tied heads and layers of other libraries call ``F.linear(x, self.weight)`` or ``F.embedding``. While such a
-    module runs, a mode sees these functions and computes them with taps.
+    Routers, tied heads and layers of other libraries call ``F.linear(x, self.weight)`` or ``F.embedding``. While such
+    a module runs, a function mode intercepts these calls and computes them with taps.
 
     Args:
         host: the clipper.
@@ -373,7 +375,7 @@ class Functions:
         self._products: dict[tuple[Target | None, Target | None], LinearSite] = {}  # by weight and bias
 
     def run(self, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        """Run the module's forward; in a call of the model under a mode that sees the functions."""
+        """Run the module's forward; during a call of the model, under a mode that intercepts the functions."""
         call = call_of(self.host, self.path)
         if call is None:
             return forward(*args, **kwargs)
@@ -383,9 +385,9 @@ class Functions:
     def product(
         self, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, own: Target | None, own_bias: Target | None
     ) -> Tensor:
-        """Compute a product in a call of the model, by the trained parameters that its matrix and its bias are.
+        """Compute a product during a call of the model, with taps for its trained matrix and bias.
 
-        A matrix or a bias that is computed from parameters, or the copy of one for a row, stays in autograd.
+        A matrix or bias that is computed from parameters, or that is a row's copy of one, stays in autograd.
         """
         if own is None and weight.requires_grad:
             assert own_bias is not None and bias is not None, "one of them is trained"
@@ -399,12 +401,12 @@ class Functions:
 
 
 class _Mode(TorchFunctionMode):
-    """Computes functions of held parameters with taps; `Functions` has the parameters."""
+    """Computes functions of the held parameters with taps; `Functions` holds the parameters."""
 
     def __init__(self, functions: Functions, call: Call) -> None:
         super().__init__()
         self._functions, self._call = functions, call
-        # By their present identity: FSDP2 puts other tensors in their places while a module runs.
+        # By their current identity: FSDP2 replaces the parameters while a module runs.
         self._held = {
             id(now): target
             for target, places in functions.held
@@ -432,7 +434,7 @@ def _arguments(args: Sequence[Any], kwargs: dict[str, Any], names: Sequence[str]
 
 
 def _serves(func: Any, args: Sequence[Any], kwargs: dict[str, Any], parameter: Tensor) -> bool:
-    """Whether a mode serves the parameter as an argument of this function."""
+    """Return whether the mode handles the parameter as this argument of the function."""
     if func is LINEAR:
         return any(one is parameter for one in _arguments(args, kwargs, ("input", "weight", "bias"))[1:])
     if func is F.embedding:
@@ -442,15 +444,15 @@ def _serves(func: Any, args: Sequence[Any], kwargs: dict[str, Any], parameter: T
 
 
 def another_clipper(path: str) -> GhostError:
-    """Return the error for a module that another clipper has taps in."""
+    """Return the error for a module that already has another clipper's taps."""
     return GhostError(
-        f"{path} has another clipper. Call remove() on the one that is used no more, or detach() on the run that "
-        "attached it; if you have neither any more, load the model again."
+        f"{path} has another clipper. Call remove() on the clipper that is no longer used, or detach() on the run that "
+        "attached it. If you have neither, load the model again."
     )
 
 
 class _Discovery(TorchFunctionMode):
-    """Shows the arguments of functions that return tensors, with the path of the innermost module that runs."""
+    """Reports the arguments of functions that return tensors, with the path of the innermost running module."""
 
     def __init__(self, paths: Mapping[int, str], note: Callable[[Tensor, str, bool], None]) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
 """Compiled blocks: the forward passes of a model's layers as full graphs, with taps.
 
-A block is a child of one of the outermost ``nn.ModuleList``s. Its class's forward is compiled once, so blocks of one
-class share their graphs. A compiled graph has no side effect: the leaves of its taps are made just before it, inside
-checkpoints and the hooks of FSDP2 (`dpllm.ghost.taps.Sink`). A block's first call also runs it without gradients, on
-copies of its tensors, to see which shapes the leaves have.
+A block is a child of an outermost ``nn.ModuleList``. Its class's forward is compiled once, so blocks of one class share
+their graphs. A compiled graph has no side effects: its taps' leaves are created just before it, inside checkpoints and
+FSDP2 hooks (`dpllm.ghost.taps.Sink`). A block's first call also runs it without gradients, on copies of its tensors,
+to record the leaves' shapes.
 
-Blocks that the user compiled are taken over until `Blocks.remove`: a graph of theirs would hide its taps.
+Blocks that the user compiled are taken over until `Blocks.remove`, since their graphs would hide the taps.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ Dim = int | str | tuple[Any, int]
 
 @dataclass(frozen=True)
 class CompiledBlocks:
-    """What is compiled.
+    """The state of compilation.
 
     Attributes:
         blocks: paths of the compiled blocks.
-        eager: the reason of each block that is not, by its path.
-        graphs: how many were traced so far.
+        eager: why each remaining block is not compiled, by its path.
+        graphs: the number of graphs traced so far.
     """
 
     blocks: Sequence[str] = ()
@@ -70,7 +70,7 @@ class CompiledBlocks:
     graphs: int = 0
 
     def __str__(self) -> str:
-        """Say it in one line; blocks with the same reason are named once."""
+        """Return one line; blocks with the same reason are grouped."""
         by_reason: dict[str, list[str]] = {}
         for path, reason in self.eager.items():
             by_reason.setdefault(reason, []).append(path)
@@ -87,14 +87,14 @@ class _Misfit(Exception):
 
 @dataclass
 class _Tap:
-    """One use of a parameter in a block, or of the two of a linear layer.
+    """One use of a parameter in a block, or of a linear layer's weight and bias.
 
     Attributes:
-        module: that uses it.
-        name: of the parameter in the module; "" for a linear layer.
-        site: takes the gradients of the leaves.
-        dims: of the module's input.
-        dtype: of the input, or of its cast.
+        module: the module that uses it.
+        name: the parameter's name in the module; "" for a linear layer.
+        site: receives the gradients of the leaves.
+        dims: the dimensions of the module's input.
+        dtype: the dtype of the input, or of its cast.
     """
 
     module: Any
@@ -110,11 +110,11 @@ class _Tap:
         return weight
 
     def shape(self, shapes: Mapping[Any, torch.Size]) -> tuple[int, ...]:
-        """Return the shape of the module's input, for arguments of these shapes."""
+        """Return the shape of the module's input, given the shapes of the block's arguments."""
         return tuple([_number(dim, shapes) for dim in self.dims])
 
     def leaves(self, call: Call, shapes: Mapping[Any, torch.Size]) -> list[Tensor]:
-        """Return its leaves, which take no memory: of the copies, or of input and output of a linear layer."""
+        """Return its leaves, which take no memory: the copies, or a linear layer's input and output."""
         weight, shape = self.weight, self.shape(shapes)
         zero = _zero(weight.dtype if self.name else self.dtype, weight.device)
         if self.name:
@@ -142,7 +142,7 @@ class _Plan:
         self._known: dict[tuple, tuple[list[Tensor], list[_Tap]]] = {}
 
     def leaves(self, call: Call, shapes: Mapping[Any, torch.Size]) -> list[Tensor]:
-        """Return tensors like the leaves, for arguments of these shapes."""
+        """Return tensors shaped like the leaves, given the shapes of the block's arguments."""
         first = self.taps[0].weight
         key = call.rows, bool(call.packed.lengths), first.dtype, first.device, *shapes.items()
         if key not in self._known:
@@ -156,12 +156,12 @@ class _Plan:
         return leaves
 
     def receive(self, hand: Hand, grads: Sequence[Tensor | None]) -> None:
-        """Take the gradients of all leaves."""
+        """Pass the gradients of all leaves to the taps."""
         arrived = iter(grads)
         for tap in self.taps:
             x, grad = None if tap.name else next(arrived), next(arrived)
             hand.flattens = False  # each tap for itself
-            if grad is not None:  # otherwise it has no part in the loss
+            if grad is not None:  # otherwise the loss does not depend on it
                 tap.site.receive(hand, grad, *(() if tap.name else (x,)))
 
 
@@ -176,7 +176,7 @@ class _Block:
         self._owner, self.path, self.module, self.kind = owner, path, module, type(module)
         self._plans: dict[torch.dtype | None, _Plan] = {}  # by the dtype of autocast
         if has_own_forward(module):
-            raise _Misfit("has a forward of its own")
+            raise _Misfit("has its own forward")
         self._sites = {inner: sites for inner in module.modules() if (sites := owner.sites_of(inner))}
         key = self.kind, repr(backend)
         if key not in _COMPILED:
@@ -185,11 +185,11 @@ class _Block:
 
     @property
     def is_planned(self) -> bool:
-        """Whether it was called, and its leaves are known."""
+        """Return whether the block was called, so that its leaves are known."""
         return bool(self._plans)
 
     def run(self, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        """Run the block's forward, compiled where a call of the model runs."""
+        """Run the block's forward, compiled during a call of the model."""
         owner, call = self._owner, call_of(self._owner.host, self.path)
         if call is None or call.place is not None or call.poisoned_B is not None or owner.is_eager(self, call):
             return forward(*args, **kwargs)
@@ -214,7 +214,7 @@ class _Block:
         return forward(*args, **kwargs)
 
     def _plan(self, forward: Callable[..., Any], args: tuple, kwargs: dict) -> _Plan:
-        """Run the block without gradients, on copies of its tensors, to see the shapes of its modules' inputs."""
+        """Run the block without gradients, on copies of its tensors, to record its modules' input shapes."""
         taps: dict[nn.Module, list[_Tap]] = {}
         shapes, state = _shapes(args, kwargs), State(self._owner.device, self.module)
 
@@ -240,7 +240,7 @@ class _Block:
         return _Plan([tap for of_module in taps.values() for tap in of_module])
 
     def _set_ports(self, plan: _Plan, call: Call, args: tuple, kwargs: dict) -> None:
-        """Give each tapped module its leaves; their gradients go to its sites."""
+        """Give each tapped module its leaves, whose gradients go to the module's sites."""
         with_grad = torch.is_grad_enabled()
         for inner in self._sites:
             inner.__dict__["_tap_port"] = {} if with_grad else PLAIN
@@ -266,12 +266,12 @@ def _shapes(args: tuple, kwargs: dict) -> dict[Any, torch.Size]:
 
 
 def _copied(value: Any) -> Any:
-    """Return nested arguments in which the tensors are copies, since a block may write to them."""
+    """Return nested arguments with copied tensors, since a block may write to them."""
     return value.clone() if isinstance(value, Tensor) else rebuilt(value, _copied)
 
 
 def _symbol(path: str, i: int, shape: torch.Size, shapes: Mapping[Any, torch.Size]) -> Dim:
-    """Return where dimension i of a module's input has its size from: rows and tokens differ from call to call."""
+    """Return where the size of a module's input dimension i comes from; rows and tokens differ between calls."""
     if i >= 2 or i == len(shape) - 1:
         return shape[i]
     for name, given in shapes.items():
@@ -280,7 +280,7 @@ def _symbol(path: str, i: int, shape: torch.Size, shapes: Mapping[Any, torch.Siz
     first = next(iter(shapes.values()), torch.Size())
     if i == 0 and first[:2].numel() == shape[0]:
         return "rows and tokens"
-    raise _Misfit(f"{path} has an input of shape {tuple(shape)}, and the block one of shape {tuple(first)}")
+    raise _Misfit(f"{path} has an input of shape {tuple(shape)}, but the block has one of shape {tuple(first)}")
 
 
 def _number(dim: Dim, shapes: Mapping[Any, torch.Size]) -> int:
@@ -302,12 +302,12 @@ class Blocks:
         ladder: the taps of the model.
 
     Attributes:
-        graphs: how many were traced so far.
-        device: of the model.
+        graphs: the number of graphs traced so far.
+        device: the model's device.
     """
 
     def __init__(self, model: nn.Module, host: Host, ladder: Ladder) -> None:
-        """Find the blocks; nothing is compiled yet."""
+        """Find the blocks, without compiling them."""
         self.host, self.graphs, self.device = host, 0, torch.device("cpu")
         self._ladder, self._modules = ladder, {m: path for path, m in model.named_modules()}
         lists = {path: m for m, path in self._modules.items() if isinstance(m, nn.ModuleList)}
@@ -322,25 +322,25 @@ class Blocks:
         self._is_attached, self._is_told, self._keeps_buffers = True, True, False
 
     def compile(self, backend: Any, options: dict[str, Any]) -> None:
-        """Compile all blocks from the next loss on; the arguments are those of ``torch.compile``."""
+        """Compile all blocks from the next loss on, with the arguments of ``torch.compile``."""
         self.detach()
         self._wish, self._is_told, self._is_attached = (backend, options), False, False
         self._failed.clear()
 
     @property
     def compiled(self) -> CompiledBlocks:
-        """What is compiled now."""
+        """The current state of compilation."""
         paths = tuple(b.path for b in self._blocks if b.is_planned and b.path not in self._eager)
         return CompiledBlocks(paths, dict(self._eager), self.graphs)
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """The dtype of autocast; None where it is off."""
+        """The autocast dtype; None if autocast is off."""
         kind = self.device.type
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
     def tell(self) -> None:
-        """Log, once, what is compiled."""
+        """Log the state of compilation once."""
         if not self._is_told and self._is_attached:
             self._is_told = True
             logger.info("%s", self.compiled)
@@ -348,7 +348,7 @@ class Blocks:
     # ------------------------------------------------------------------------------- blocks of the user
 
     def take_over(self) -> None:
-        """Set graphs aside that the user compiled, as they may have been traced before the taps were there."""
+        """Replace graphs that the user compiled, since they may have been traced without the taps."""
         name = "_compiled_call_impl"
         children = [m for blocks in self._lists.values() for m in blocks if m is not None and m not in self._modules]
         found = [m for m in (*self._modules, *children) if name in m.__dict__ or type(m) is OptimizedModule]
@@ -367,7 +367,7 @@ class Blocks:
     # ------------------------------------------------------------------------------------------- attaching
 
     def attach(self) -> None:
-        """Let the blocks run compiled. Not in the middle of a loss: what is recomputed has to run as it ran before."""
+        """Switch the blocks to compiled forwards, but not within a loss: a recomputation must repeat the first run."""
         if self._is_attached:
             return
         self.detach()
@@ -400,11 +400,11 @@ class Blocks:
                     yield at, child
 
     def path_of(self, module: nn.Module) -> str:
-        """Return the path of a module."""
+        """Return a module's path."""
         return self._modules.get(module, type(module).__name__)
 
     def sites_of(self, module: nn.Module) -> Mapping[str, LinearSite | SpreadSite]:
-        """Return the sites of a module by parameter; "" is that of a linear layer.
+        """Return a module's sites by parameter; the key "" stands for a linear layer.
 
         Raises:
             _Misfit: its taps do not fit in a graph.
@@ -418,7 +418,7 @@ class Blocks:
         elif any(isinstance(site, TableSite) for site in sites.values()):
             why = "holds a table"
         elif "_tap_functions" in held or ("_tap_sites" not in held and self._ladder.touches(module)):
-            why = "hands parameters to functions"
+            why = "passes parameters to functions"
         elif not sites and self._ladder.holds(module):
             why = "holds experts"
         if why:
@@ -428,14 +428,14 @@ class Blocks:
     # --------------------------------------------------------------------------------------------- running
 
     def is_eager(self, block: _Block, call: Call) -> bool:
-        """Whether a block does not fit, or its class failed; in that call the blocks before keep their graphs."""
+        """Return whether the block runs eagerly: it does not fit, or its class failed after this call began."""
         failed = self._failed.get(block.kind)
         if failed is None:
             return block.path in self._eager
         return failed[0] is block or failed[1] is not call
 
     def fail(self, block: _Block, call: Call, error: Exception) -> None:
-        """Let a block run eagerly that does not fit; or its class, if it cannot be compiled."""
+        """Run a misfit block eagerly from now on, or its whole class if that cannot be compiled."""
         if isinstance(error, _Misfit):
             self._eager[block.path] = str(error)
             return
@@ -449,7 +449,7 @@ class Blocks:
         logger.warning("Blocks of the class %s run eagerly from now on: one %s.", block.kind.__name__, reason)
 
     def detach(self) -> None:
-        """Give the blocks their classes back; they are compiled again later."""
+        """Restore the blocks' classes; they are compiled again later."""
         for block in self._blocks:
             if vars(block.module).pop("_tap_block", None) is not None and hasattr(type(block.module), "_tap_kind"):
                 block.module.__class__ = block.kind
@@ -457,7 +457,7 @@ class Blocks:
         self._is_attached = self._wish is None and not self._own
 
     def remove(self) -> None:
-        """Give blocks their classes back, and the user's graphs."""
+        """Restore the blocks' classes and the user's graphs."""
         self.detach()
         for module, name, graph in reversed(self._taken):
             module.__dict__[name] = graph
@@ -468,7 +468,7 @@ class Blocks:
 
 
 def _backend_of(graph: Any) -> Any:
-    """Return the backend of something that ``torch.compile`` made."""
+    """Return the backend of an object that ``torch.compile`` returned."""
     for cell in getattr(graph, "__closure__", None) or ():
         callback = getattr(cell.cell_contents, "callback", None)
         if callback is not None and isinstance(cell.cell_contents, OptimizeContext):
@@ -480,7 +480,7 @@ _KEEPING: list[Any] = [0, True]  # models with compiled blocks, and the setting 
 
 
 def _keep_buffers(more: int) -> None:
-    """Let graphs be differentiated twice while there are compiled blocks: inductor may not reuse their buffers."""
+    """Stop inductor from reusing graph buffers while compiled blocks exist, so that a graph can run backward twice."""
     config = torch._functorch.config
     if not _KEEPING[0]:
         _KEEPING[1] = config.donated_buffer

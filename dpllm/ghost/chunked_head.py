@@ -1,15 +1,15 @@
-"""The cross-entropy of a language model's head, without a tensor of all logits.
+"""The cross-entropy of a language model's head, without materialising all logits.
 
-For 8 rows of 512 tokens and a vocabulary of 32 768, logits, their softmax and its gradient take 1.5 GiB, often more
-than the rest of the model. Here logits exist for a few tokens, or for one row and a chunk of the vocabulary, at a time.
+For 8 rows of 512 tokens and a vocabulary of 32 768, the logits, their softmax and its gradient take 1.5 GiB, often more
+than the rest of the model. Here only the logits of a few tokens, or of one row and a vocabulary chunk, exist at a time.
 
-*Frozen head* (LoRA). A few tokens at a time meet the whole vocabulary. It takes no more operations than usual.
+*Frozen head* (LoRA). A few tokens at a time are multiplied by the whole vocabulary, at no extra cost.
 
-*Trained head*. A row's gradient is ``sum_t u_t g_t (x) h_t``: u the gradient of the token's loss, g that of the loss
-with respect to the head's products, h the hidden state. It is an outer product whose left factor, (T, V), is not kept.
-The forward pass computes its Gram matrix g g^T, and `HeadUse` makes the factor again, chunk by chunk, for the clipped
-sum. Norms and sums hold the same numbers: g is rounded to the dtype of h, u_t h_t / max_s |u_s| too, and both are made
-again by the same products of the same shapes. Rounding therefore takes no unit above the clip norm.
+*Trained head*. A row's gradient is ``sum_t u_t g_t (x) h_t``, where u is the gradient of the token's loss, g the loss
+gradient with respect to the head's products, and h the hidden state. It is an outer product whose left factor, (T, V),
+is not stored. The forward pass computes its Gram matrix g g^T, and `HeadUse` recomputes the factor, chunk by chunk, for
+the clipped sum. Norms and sums use the same numbers: g and u_t h_t / max_s |u_s| are rounded to the dtype of h, and
+both are recomputed by the same products of the same shapes. So rounding lifts no unit above the clip norm.
 
 Shape suffixes: B rows, U units, T tokens of a row, S tokens of a lookup, M places (rows x tokens), D width of a hidden
 state, V vocabulary, C entries of a chunk of it, K dimension of a product, N rows of a unit or columns of a product.
@@ -38,17 +38,17 @@ from dpllm.ghost.unit_gradients import Instance, Lookup, RowGradients, Rows, Use
 CHUNK_ENTRIES = 1 << 24
 """Logits in float32 that exist at a time: 64 MiB."""
 
-_MAX_TERMS = 128  # of an inner product that are added in one go; see `dpllm.ghost.kernels`
+_MAX_TERMS = 128  # of an inner product, added at once; see `dpllm.ghost.kernels`
 _MAX_BLOCKS = 1 << 24  # entries of partial sums that exist at a time
 
 
 @dataclass(frozen=True)
 class LogitFormula:
-    """The computation from the products of head and hidden state to the loss of a token.
+    """The computation of a token's loss from the products of head and hidden state.
 
     Attributes:
-        scale: the products (with the bias) are multiplied by it.
-        cap: then a product x becomes ``cap * tanh(x / cap)``; None: it stays.
+        scale: multiplies the products (with the bias).
+        cap: a product x then becomes ``cap * tanh(x / cap)``; None: unchanged.
         smoothing: share of the label that is spread evenly over the vocabulary, as in ``F.cross_entropy``.
     """
 
@@ -58,7 +58,7 @@ class LogitFormula:
 
 
 def places(index_T: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
-    """Return (T, 1) each: the column of an entry in the chunk that begins at ``start``, and whether it has one."""
+    """Return, (T, 1) each, an entry's column in the chunk that begins at ``start``, and whether the chunk has it."""
     at = (index_T - start)[:, None]
     return at.clamp(0, width - 1), (at >= 0) & (at < width)
 
@@ -71,9 +71,9 @@ class Head:
         weight_VD: detached.
         bias_V: detached, or None.
         formula: from products to logits.
-        entries: logits that may exist at a time.
-        is_trained: whether its products are those of norms and sums, in float32; otherwise they have the dtype of the
-            hidden states, where that is faster.
+        entries: the number of logits that may exist at a time.
+        is_trained: whether its products are computed in float32, as those of norms and sums; otherwise they have the
+            dtype of the hidden states, if that is faster.
     """
 
     weight_VD: Tensor
@@ -83,14 +83,14 @@ class Head:
     is_trained: bool
 
     def chunks(self, tokens: int) -> list[slice]:
-        """Return the chunks of the vocabulary for rows of T tokens: always the same, so that rounding is, too."""
+        """Return the vocabulary chunks for rows of T tokens; always the same ones, so that rounding is reproducible."""
         width, vocabulary = max(1, self.entries // max(1, tokens)), len(self.weight_VD)
         return [slice(a, min(a + width, vocabulary)) for a in range(0, vocabulary, width)]
 
     def pieces(self, tokens: int) -> tuple[int, list[slice]]:
-        """Return how many tokens, and which chunks of the vocabulary, have logits at a time: a row, if it is trained.
+        """Return how many tokens, and which vocabulary chunks, have logits at a time; one row if the head is trained.
 
-        A frozen head has all logits of a few tokens, and computes them once.
+        A frozen head computes all logits of a few tokens, once.
         """
         if self.is_trained:
             return max(1, tokens), self.chunks(tokens)
@@ -114,9 +114,9 @@ class Head:
     def gradient(
         self, hidden_TD: Tensor, lse_T: Tensor, target_T: Tensor, chunk: slice, logits: Tensor | None = None
     ) -> Tensor:
-        """Return g (T, C), the gradient of the losses with respect to the products, in the dtype of the hidden states.
+        """Return g (T, C), the loss gradients with respect to the products, in the dtype of the hidden states.
 
-        The logits of the chunk, where they are given, become the gradient; ``lse_T`` is the log-sum-exp of all of them.
+        The chunk's logits, if given, are overwritten by the gradient; ``lse_T`` is the log-sum-exp of all logits.
         """
         grad, formula = self.logits(hidden_TD, chunk) if logits is None else logits, self.formula
         cap, smoothing = formula.cap, formula.smoothing
@@ -133,7 +133,7 @@ class Head:
     def losses(
         self, hidden_TD: Tensor, target_T: Tensor, chunks: Sequence[slice]
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the losses (T,), the log-sum-exp (T,), and the logits if there is one chunk."""
+        """Return the losses (T,), the log-sum-exp (T,), and the logits if there is only one chunk."""
         parts, labels, smoothing = [], [], self.formula.smoothing
         for chunk in chunks:
             logits = self.logits(hidden_TD, chunk)
@@ -158,28 +158,30 @@ def token_losses(
 ) -> Tensor:
     """Return the cross-entropy of each target, (B, T), as a head followed by ``F.cross_entropy`` computes it.
 
-    The gradient of the hidden states is computed here, in the forward pass, where one is asked for; the backward pass
-    does not read the head. No gradient reaches ``weight`` and ``bias`` through autograd.
+    The hidden states' gradient, if needed, is computed here in the forward pass, so the backward pass does not read the
+    head. No gradient reaches ``weight`` and ``bias`` through autograd.
 
     Args:
-        hidden_BTD: what the head reads.
-        target_BT: labels, those of the position itself; -100 where there is none, and where the loss is 0.
+        hidden_BTD: the head's input.
+        target_BT: the label of each position; -100 where there is none, and the loss is 0.
         weight: (V, D).
         bias: (V,), or None.
-        formula: from products to logits; None: they are the same.
-        receive: takes ``(parameter, use)`` in the backward pass, for each of weight and bias that requires a gradient.
-        index_BT: the entries of the same table that the rows look up, if the head is tied to the embedding: the cross
-            terms of head and lookup then take no more logits.
-        entries: logits that may exist at a time.
+        formula: from products to logits; None: the logits are the products.
+        receive: called with ``(parameter, use)`` in the backward pass, for each of weight and bias that requires a
+            gradient.
+        index_BT: if the head is tied to the embedding, the table entries that the rows look up, so that the cross terms
+            of head and lookup need no more logits.
+        entries: the number of logits that may exist at a time.
 
     Raises:
-        ValueError: weight or bias is trained, and nobody receives its gradient.
+        ValueError: weight or bias is trained, but ``receive`` is missing.
     """
     with_graph = torch.is_grad_enabled()
     trained = [p for p in (weight, bias) if p is not None and p.requires_grad and with_graph]
     if trained and receive is None:
         raise ValueError(
-            f"The head {tuple(weight.shape)} is trained, and its gradient would be lost. Pass receive, or freeze it."
+            f"The head {tuple(weight.shape)} is trained, but its gradient would be lost. Pass receive, or freeze the "
+            "head."
         )
     dtype, kind = weight.dtype, hidden_BTD.device.type
     if torch.is_autocast_enabled(kind):  # as for a linear layer
@@ -194,7 +196,7 @@ def token_losses(
 
 
 class _TokenLosses(torch.autograd.Function):
-    """Losses (B, T); the gradient of a trained head leaves as a `HeadUse`."""
+    """Losses (B, T); a trained head's gradient is passed on as a `HeadUse`."""
 
     @staticmethod
     def forward(
@@ -223,7 +225,7 @@ class _TokenLosses(torch.autograd.Function):
                 loss.view(-1)[here], lse_T, logits = head.losses(hidden, target, chunks)
                 lse.view(-1)[here] = lse_T
                 if grad_MD is None:
-                    del logits  # or they would exist next to the following ones
+                    del logits  # otherwise they would exist together with the next ones
                     continue
                 grad = new(hidden.shape)
                 for chunk in chunks:
@@ -259,7 +261,7 @@ class _TokenLosses(torch.autograd.Function):
 
 
 def inner_products(x_TD: Tensor, y_SD: Tensor) -> Tensor:
-    """Return all inner products (T, S), of which at most 128 terms are added in one go, and those sums pairwise."""
+    """Return all inner products (T, S), adding at most 128 terms at once and those sums pairwise."""
     step = _MAX_TERMS * max(1, _MAX_BLOCKS // max(1, len(x_TD) * len(y_SD)))
 
     def part(start: int) -> Tensor:
@@ -273,17 +275,17 @@ def inner_products(x_TD: Tensor, y_SD: Tensor) -> Tensor:
 
 
 def picked(x_CN: Tensor, index_S: Tensor, start: int) -> Tensor:
-    """Return (S, N): the rows of a chunk at these entries of the vocabulary; 0 for entries of other chunks."""
+    """Return (S, N): the rows of a chunk at these vocabulary entries; 0 for entries of other chunks."""
     at_S1, inside_S1 = places(index_S, start, len(x_CN))
     return x_CN[at_S1[:, 0]].where(inside_S1, 0)
 
 
 @dataclass(frozen=True)
 class HeadUse:
-    """Gradient of a trained head: ``scale_b sum_t g_bt (x) right_bt``, where g is made again from the hidden states.
+    """Gradient of a trained head: ``scale_b sum_t g_bt (x) right_bt``, where g is recomputed from the hidden states.
 
-    The weight is read after the backward pass. Where an engine shards it, and may have freed it by then, the head takes
-    the ordinary path, with the gradient of all logits.
+    The weight is read after the backward pass. If an engine shards it, and may have freed it by then, the head uses the
+    ordinary path, with the gradient of all logits.
 
     Attributes:
         head: the weight's values and the formula.
@@ -309,7 +311,7 @@ class HeadUse:
 
     @functools.cached_property
     def scale_B(self) -> Tensor:
-        """The largest |u| of a row."""
+        """The largest |u| in each row."""
         return self.upstream_BT.abs().amax(1)
 
     @functools.cached_property
@@ -346,32 +348,32 @@ class HeadUse:
         return Instance(self.instance(Rows.of(unit_B, 1, self.lse_BT.device)))
 
     def mass(self) -> Tensor:
-        """Return (B,): sum_t |u_t| |g_t| |h_t|, the scale of the rounding error of norms and sums."""
+        """Return (B,): sum_t |u_t| |g_t| |h_t|, the scale of the norms' and sums' rounding error."""
         least = math.sqrt(kernels.least_square(self.lse_BT.dtype))
         right_BT = torch.linalg.vector_norm(self.right_BTD, dim=2, dtype=self.lse_BT.dtype)
         return self.scale_B * (self.size_BT.clamp_min(least) * right_BT.clamp_min(least)).sum(1)
 
     def gradient(self, row: Tensor, chunk: slice) -> Tensor:
-        """Return g (T, C) of one row (1,) in a chunk of the vocabulary, by the products of the forward pass.
+        """Return g (T, C) of one row (1,) in a vocabulary chunk, by the products of the forward pass.
 
-        The copies have addresses of the same alignment as there, on which a product's rounding may depend.
+        The copies are aligned in memory as there, since a product's rounding may depend on the alignment.
         """
         hidden, lse, target = (x.index_select(0, row)[0] for x in (self.hidden_BTD, self.lse_BT, self.target_BT))
         return self.head.gradient(hidden, lse, target, chunk)
 
     def row_gradient(self, row: Tensor, chunk: slice) -> Tensor:
-        """Return the gradient (C, D) of one row (1,) in a chunk of the vocabulary."""
+        """Return the gradient (C, D) of one row (1,) in a vocabulary chunk."""
         right_1TD, scale_1 = (x.index_select(0, row) for x in (self.right_BTD, self.scale_B))
         return kernels.wide_bmm(self.gradient(row, chunk).mT[None], right_1TD)[0].mul_(scale_1)
 
     def tiles(self) -> Iterator[tuple[int, slice, Tensor]]:
-        """Yield each row, with each chunk of the vocabulary and g (T, C) there."""
+        """Yield each row with each vocabulary chunk and g (T, C) there."""
         for b, row in enumerate(torch.arange(len(self.lse_BT), device=self.lse_BT.device).split(1)):
             for chunk in self.head.chunks(self.lse_BT.shape[1]):
                 yield b, chunk, self.gradient(row, chunk)
 
     def add_weighted_(self, total: Sum, weights: Weights, norm_method: NormMethod) -> None:
-        """Add the weighted gradients: ``total += sum_b factor_b g_b``. The logits are made again."""
+        """Add the weighted gradients: ``total += sum_b factor_b g_b``. The logits are recomputed."""
         values = self.hidden_BTD, self.target_BT, self.upstream_BT, self.lse_BT
         hidden, target, upstream, lse, factor_B = weights.kept(*values)
         kept = dataclasses.replace(self, hidden_BTD=hidden, target_BT=target, upstream_BT=upstream, lse_BT=lse)
@@ -381,7 +383,7 @@ class HeadUse:
             kernels.add_weighted_outer_(filled[chunk], g_TC[None], kept.right_BTD[b : b + 1], factor_B[b : b + 1])
 
     def bias_gradients(self) -> Tensor:
-        """Return (B, V): the gradient of the bias of each row, sum_t u_t g_t."""
+        """Return (B, V): the bias gradient of each row, sum_t u_t g_t."""
         value_BV = self.lse_BT.new_empty(len(self.lse_BT), len(self.head.weight_VD))
         with kernels.exact_matmul():
             for b, chunk, g_TC in self.tiles():
@@ -389,7 +391,7 @@ class HeadUse:
         return value_BV
 
     def gram_norms(self, lookups: Sequence[Lookup]) -> Tensor | None:
-        """Return (B,): squared norms, with the cross terms with lookups; None: the pass did not prepare it."""
+        """Return (B,): squared norms, with the cross terms of lookups; None if the pass did not prepare them."""
         own, others = self.index_BS, [one.index_BT for one in lookups]
         if self.gram_BTT is None or (others and self.picks_BTS is None):
             return None
@@ -409,8 +411,8 @@ class HeadUse:
 def head_norms(heads: Sequence[HeadUse], lookups: Sequence[Lookup], rows: Rows) -> Tensor:
     """Return (U,): the squared norm of each unit's head gradient, plus twice its inner product with lookups' gradients.
 
-    Where each unit has one row, and the pass prepared them, from Gram matrices; otherwise from the gradient of one unit
-    at a time, a chunk of the vocabulary at a time: exact for any number of rows and of uses of one table.
+    If each unit has one row and the pass prepared them, uses Gram matrices; otherwise the gradient of one unit and one
+    vocabulary chunk at a time, which is exact for any number of rows and of uses of one table.
     """
     if len(heads) == 1 and all(group.rows_GN.shape[1] == 1 for group in rows.groups):
         value_B = heads[0].gram_norms(lookups)
@@ -429,7 +431,7 @@ def head_norms(heads: Sequence[HeadUse], lookups: Sequence[Lookup], rows: Rows) 
 
 
 def _units(rows: Rows) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each unit that has rows, (1,), and the numbers of its rows, (N,)."""
+    """Yield each unit that has rows, (1,), and the indices of its rows, (N,)."""
     for group in rows.groups:
         yield from zip(group.unit_G.split(1), group.rows_GN, strict=True)
 

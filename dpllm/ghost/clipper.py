@@ -1,8 +1,8 @@
 """GhostClipper: per-unit gradient norms and the clipped sum from one backward pass, for a custom training loop.
 
 While a clipper is attached, trained weights are detached where modules use them, so autograd computes no weight
-gradients. The modules' taps give the clipper the input and the output gradient of each use. The exact norms are
-computed from these. Once the clip factors are known, so is the clipped sum, at the cost of autograd's own weight
+gradients. The modules' taps pass the clipper the input and the output gradient of each use, from which it computes
+exact norms. Once the clip factors are known, it computes the clipped sum, at the cost of autograd's own weight
 gradients (book-keeping, Bu et al. 2023, arXiv:2210.00038).
 
 Shape suffixes: B rows, G groups of parameters, P parameters, U units.
@@ -37,20 +37,20 @@ class GhostClipper(UnitClipper):
     """Puts the sum of clipped per-unit gradients into ``.grad``, from one backward pass.
 
     Guarantee: after `backward`, each unit's share of ``.grad`` has an l2 norm of at most ``clip_norm`` over all
-    trainable parameters together, in every dtype; leaving a unit out changes the sum by exactly its share.
+    trainable parameters together, in every dtype; omitting a unit changes the sum by exactly its share.
 
     Args:
         model: any module whose inputs and outputs have the rows of the batch first; a transformers model,
             PEFT-wrapped or not.
-        clip_norm: C > 0, where clipping is flat.
-        norm_method: how norms are computed; the default is the cheapest method.
-        clipping: another way to bound a contribution, instead of ``clip_norm``: one of `dpllm.mechanism.catalogue`, or
+        clip_norm: C > 0, for flat clipping.
+        norm_method: how norms are computed; the default chooses the cheapest method.
+        clipping: a different bound on contributions, instead of ``clip_norm``: one of `dpllm.mechanism.catalogue`, or
             your own class, whose factors are then checked against its sensitivity in each call.
         parameter_norms: also return each unit's norm in each parameter (`ClipResult.parameter_norms`). They depend on
             the data and are not private.
 
     Raises:
-        ValueError: both of ``clip_norm`` and ``clipping``, or neither.
+        ValueError: both ``clip_norm`` and ``clipping`` are given, or neither.
         GhostError: the exact per-row gradient of a part of the model cannot be computed; names its path and the reason.
 
     >>> import torch
@@ -78,11 +78,11 @@ class GhostClipper(UnitClipper):
         trained = self._trained
         if trained.sharded and self.norm_method.backward_passes == 2:
             raise GhostError(
-                "Two backward passes (NormMethod(backward_passes=2)) need parameters that stay whole from the first to "
-                "the second, and a process that holds a gradient of the whole model; this one's are sharded. Use "
+                "Two backward passes (NormMethod(backward_passes=2)) need unsharded parameters and one process that "
+                "holds the whole model's gradient, but this model's parameters are sharded. Use "
                 "NormMethod(backward_passes=1) with smaller microbatches, or a replicated model."
             )
-        # Each group of parameters has a norm, or each parameter: their number, and that of each parameter's by its id.
+        # Norms are per parameter group, or per parameter: their number, and each parameter's norm index by its id.
         self._num_norms, self._norm_of = trained.num_groups, trained.groups
         if self._by_parameter:
             self._num_norms = len(trained.by_name)
@@ -105,27 +105,27 @@ class GhostClipper(UnitClipper):
         """Compile the forward passes of the model's blocks as full graphs, from the next loss on.
 
         A block is a child of an outermost ``nn.ModuleList``, such as a decoder layer. The forward of each class is
-        compiled once. Blocks that a graph cannot hold stay eager, and `compiled` has the reason: trained tables and
-        experts, modules that run row by row or twice, parameters that ZeRO-3 gathers, and what PyTorch cannot trace.
-        Blocks that were compiled by the user (``block.compile()``, ``torch.compile(block)``) are compiled in this way
+        compiled once. Blocks that do not fit into a graph stay eager, and `compiled` states the reason: trained tables
+        and experts, modules that run row by row or twice, parameters that ZeRO-3 gathers, and code that PyTorch cannot
+        trace. Blocks that the user compiled (``block.compile()``, ``torch.compile(block)``) are compiled this way
         without this call, with their own backend.
 
         Args:
-            backend: of ``torch.compile``.
+            backend: the backend of ``torch.compile``.
             options: other arguments of ``torch.compile``, such as ``mode`` or ``dynamic``.
         """
         self._tapped.blocks.compile(backend, options)
 
     @property
     def compiled(self) -> CompiledBlocks:
-        """The blocks that are compiled, those that stay eager, and the number of graphs; empty before the next call."""
+        """The compiled blocks, those that stay eager, and the number of graphs; empty before the next call."""
         return self._tapped.blocks.compiled
 
     @property
     def row_by_row(self) -> dict[str, list[str]]:
-        """The modules that run one row after another, by path, each with the parameters for which no tap is exact.
+        """The modules that run row by row, by path, each with the parameters for which no tap is exact.
 
-        They take as many launches as there are rows. Empty before the first call of the model.
+        They need one launch per row. Empty before the model's first call.
         """
         splits = self._tapped.ladder.splits
         return {path: [target.name for target in split.targets] for path, split in splits.items()}
@@ -133,12 +133,12 @@ class GhostClipper(UnitClipper):
     # ------------------------------------------------------------------ uses that a caller computes by itself
 
     def prepare(self, inputs: Mapping[str, Any]) -> None:
-        """Choose how each module is tapped in calls with such inputs, which the first call does by itself otherwise.
+        """Choose each module's taps for calls with such inputs; otherwise the first call chooses them.
 
-        Needed before a call with `expect`, since the modules are compared with a plain pass of the model.
+        Required before a call with `expect`, since the modules are compared with a plain pass of the model.
 
         Args:
-            inputs: of the model, with rows first.
+            inputs: the model's inputs, with rows first.
 
         Raises:
             GhostError: see the class.
@@ -147,7 +147,7 @@ class GhostClipper(UnitClipper):
 
     @property
     def takes_uses(self) -> bool:
-        """Whether `expect` and `take` are possible: no module runs row by row, and no parameter is sharded."""
+        """Whether `expect` and `take` are supported: no module runs row by row, and no parameter is sharded."""
         return not self._trained.sharded and not self._tapped.ladder.splits
 
     @property
@@ -156,25 +156,25 @@ class GhostClipper(UnitClipper):
         return self._memory.recomputes
 
     def expect(self, parameter: nn.Parameter) -> None:
-        """Announce, within a call of the model, a use of a trained parameter by a function with its own gradient.
+        """Announce, during a call of the model, that a function with its own gradient uses a trained parameter.
 
         The function detaches the parameter, and calls `take` in its backward pass. The parameter's clipped sum is
-        formed when this use has arrived, too.
+        formed only after this use has arrived.
 
         Raises:
-            GhostError: no call of the model runs with gradients on.
+            GhostError: no call of the model is running with gradients enabled.
         """
         self._tapped.expect(parameter)
 
     def take(self, parameter: nn.Parameter, use: Use) -> None:
-        """Take a use that `expect` announced: what it contributes to the gradient of each row.
+        """Receive a use that `expect` announced: its contribution to the gradient of each row.
 
         Args:
             parameter: a trained parameter.
-            use: with the rows of the call of the model.
+            use: with the rows of the model's call.
 
         Raises:
-            GhostError: the backward pass is not one of the clipper; or the use has other rows.
+            GhostError: the backward pass is not the clipper's, or the use has different rows.
         """
         self.record(self._tapped.ladder.target_of(parameter), use)
 
@@ -209,9 +209,9 @@ class GhostClipper(UnitClipper):
             loss_B: (B,) losses with a graph, each depending only on its own row.
             unit_B: (B,) int64 unit of each row, best on the CPU; -1 for a padding row, whose loss gets weight 0.
             num_units: U.
-            early: factors of groups that do not depend on each other. The sum of a group may then be formed before the
-                gradients of other groups arrive, where that takes less memory.
-            finish: takes the sums that are formed during a backward pass; `add_clipped_sum_` adds the others.
+            early: factors of independent groups. A group's sum may then be formed before the gradients of other groups
+                arrive, if that takes less memory.
+            finish: receives the sums formed during a backward pass; `add_clipped_sum_` adds the others.
 
         Returns:
             ``(sq_norm_GU, slack_GU)`` in float32 (float64 for a float64 model): squared norms of each group of
@@ -219,8 +219,8 @@ class GhostClipper(UnitClipper):
         """
         if self._held and (num_units != 1 or bool((unit_B != 0).any())):
             raise GhostError(
-                f"Rows of a unit are held, and this microbatch has rows of {num_units} units or padding. Pass the "
-                "other rows of that unit in a call without other rows, as unit 0."
+                f"The clipper holds the first rows of a unit, but this microbatch has rows of {num_units} units, or "
+                "padding. Pass the remaining rows of that unit as unit 0, in a call without other rows."
             )
         one = self._begin(loss_B, unit_B, num_units)
         one.finish = finish
@@ -248,14 +248,14 @@ class GhostClipper(UnitClipper):
         others = self._is_packed and not self._checked.spread and bool((unit_B != unit_B[0]).any())
         if others and not bool(torch.isfinite(sq_norm_GU).all()):
             raise GhostError(
-                "A unit's gradient is not finite, and it was not measured that such values stay within their packed "
-                "row: they may have reached other units. Call GhostClipper.check_rows() before the first step, or do "
-                "not pack the rows (microbatch.pack: false)."
+                "A unit's gradient is not finite, and no check has shown that non-finite values stay within their "
+                "packed row, so they may have reached other units. Call GhostClipper.check_rows() before the first "
+                "step, or do not pack the rows (microbatch.pack: false)."
             )
         return sq_norm_GU, slack_GU
 
     def _forms_groups(self, loss_B: Tensor, finish: Finish | None) -> bool:
-        """Whether the sums of groups are formed during the backward pass."""
+        """Return whether the groups' sums are formed during the backward pass."""
         if self._trained.sharded or self._held or self.norm_method.backward_passes == 2:
             return False
         calls = self._tapped.calls
@@ -286,7 +286,7 @@ class GhostClipper(UnitClipper):
         )
 
     def _differentiate(self, one: Pass, loss_B: Tensor, receiver: Receiver, retain_graph: bool = False) -> None:
-        """Pass the contributions of these rows to the receiver; the first time, make sure that rows are independent."""
+        """Send these rows' contributions to the receiver; the first time, check that rows are independent."""
         weight_B = (one.rows.unit_B >= 0).to(loss_B.dtype)
         try:
             if len(one.rows.real) > 1 and not (self._checked.packed if self._is_packed else self._checked.rows):
@@ -308,8 +308,8 @@ class GhostClipper(UnitClipper):
     def _weigh(self, factor_GU: Tensor) -> None:
         """Fix the factors (G, U) of the clipped sum; with two passes, run the second.
 
-        It adds up each layer's weighted gradient as it arrives, and checks its norm. A unit with factor 0 contributes
-        exactly zero, even if its gradient is not finite.
+        The second pass adds each layer's weighted gradient as it arrives, and checks its norm. A unit with factor 0
+        contributes exactly zero, even if its gradient is not finite.
         """
         one = self._last_pass()
         one.weigh(factor_GU)
@@ -332,9 +332,9 @@ class GhostClipper(UnitClipper):
         longer, self._longer = self._longer, None
         if longer is not None and bool(longer):
             raise GhostError(
-                "The second backward pass gave a unit a longer gradient than the first, from which its clip factor "
-                "comes: some operation is not repeatable. Call torch.use_deterministic_algorithms(True), or clip in "
-                "one pass (NormMethod(backward_passes=1))."
+                "The second backward pass gave a unit a longer gradient than the first pass, which determined its "
+                "clip factor, so an operation is not deterministic. Call torch.use_deterministic_algorithms(True), or "
+                "clip in one pass (NormMethod(backward_passes=1))."
             )
 
     def add_clipped_sum_(self, parameter: nn.Parameter, total: Sum) -> None:
@@ -370,7 +370,7 @@ class GhostClipper(UnitClipper):
             raise incomplete_unit("train fewer parameters (LoRA), or shard the model")
 
     def remove(self) -> None:
-        """Give every module its class back; the model is as before."""
+        """Restore every module's class; the model is as it was before attachment."""
         self._tapped.remove()
         self._held = HeldUnit()
         self.forget()
@@ -379,20 +379,20 @@ class GhostClipper(UnitClipper):
 
     @property
     def _is_packed(self) -> bool:
-        """Whether the model was last called with rows laid end to end."""
+        """Whether the model's last call had rows laid end to end."""
         return bool(self._tapped.calls.packed.lengths)
 
     @property
     def rows_checked(self) -> bool:
-        """Whether it was measured that a row's loss has no gradient in other rows."""
+        """Whether a check has shown that a row's loss has no gradient in other rows."""
         return self._checked.rows
 
     def check_rows(self, losses_of_row: Callable[[], Tensor], unit_index: Tensor) -> None:
-        """See `UnitClipper.check_rows`; with a separate forward and backward pass per probe.
+        """See `UnitClipper.check_rows`; uses a separate forward and backward pass per probe.
 
-        `backward` measures this by itself on the first batch, and keeps the graph for several passes. An engine that
-        frees weights after their first use in a backward pass (ZeRO-3) cannot do that. Only this method measures, for
-        packed rows, that values which are not finite do not pass from one row to another.
+        `backward` runs this check itself on the first batch, and keeps the graph for several passes. An engine that
+        frees weights after their first use in a backward pass (ZeRO-3) cannot do that. Only this method checks, for
+        packed rows, that non-finite values do not pass from one row to another.
         """
 
         def losses() -> Tensor:
@@ -413,37 +413,38 @@ class GhostClipper(UnitClipper):
         self._checked.note(self._is_packed)
 
     def _check_spread(self, losses: Callable[[], Tensor], unit_index: Tensor, probe: SpreadProbe) -> None:
-        """Make sure that values that are not finite stay within their packed row, forward and backward."""
+        """Check that non-finite values stay within their packed row, forward and backward."""
         self._poisoned_B = probe.poisoned_B
         try:
             loss_B = losses()
         finally:
             self._poisoned_B = None
         self._run_backward(loss_B, _ones_at(unit_index >= 0, loss_B), probe)
-        # A process with a single row has nothing to measure, and relies on the others.
+        # A process with a single row has nothing to check, and relies on the others.
         self._checked.spread = len(loss_B) == 1 or bool(probe.healthy_B.any())
 
     # ------------------------------------------------------- interface of the taps, see `dpllm.ghost.tapped_model`
 
     def begin_call(self, call: Call) -> None:
-        """Note that a call of the model begins."""
+        """Record that a call of the model begins."""
         call.poisoned_B = self._poisoned_B
         self._pass = self._again = None
 
     def check_rows_again(self) -> None:
-        """Probe in the next backward pass, as in the first one, whether rows are independent."""
+        """Probe the independence of rows again in the next backward pass."""
         self._checked.rows = False
 
     def record(self, target: Target, use: Use) -> None:
-        """Take the contribution of one use of a parameter to the gradient of each row.
+        """Receive the contribution of one use of a parameter to the gradient of each row.
 
         Raises:
-            GhostError: the backward pass is not one of the clipper; or the use has another number of rows.
+            GhostError: the backward pass is not the clipper's, or the use has a different number of rows.
         """
         if self._receiver is None:
             raise GhostError(
-                "backward() was called on a loss directly, or the model has another clipper as well. Pass the per-row "
-                "losses to GhostClipper.backward(), which clips, and call remove() on a clipper that is used no more."
+                "backward() was called on a loss directly, or the model has a second clipper. Pass the per-row losses "
+                "to GhostClipper.backward(), which clips them, and call remove() on any clipper that is no longer "
+                "used."
             )
         grad = use.grad
         self._flows.note(grad)
@@ -458,17 +459,17 @@ class GhostClipper(UnitClipper):
     def _other_rows(self, name: str, shape: torch.Size) -> GhostError:
         if self._is_packed:
             return NoRuleError(
-                f"{name}: a module that uses it works on {tuple(shape)}, which cannot be cut into the packed rows. "
-                "Freeze the parameter, or do not pack the rows (microbatch.pack: false)."
+                f"{name}: a module that uses it works on shape {tuple(shape)}, which cannot be split into the packed "
+                "rows. Freeze the parameter, or do not pack the rows (microbatch.pack: false)."
             )
         return NoRuleError(
-            f"{name}: a module that uses it works on {shape[0]} rows, the losses on {self._num_rows}. Every module "
-            "with trainable parameters has to keep the rows of the batch as its first dimension, and all calls of the "
-            "model that a loss is computed from need the same rows. Or freeze these parameters."
+            f"{name}: a module that uses it works on {shape[0]} rows, but there are {self._num_rows} losses. Every "
+            "module with trainable parameters must keep the batch's rows as its first dimension, and all model calls "
+            "behind a loss must use the same rows. Otherwise freeze these parameters."
         )
 
     def weighted_sums(self, loss_B: Tensor, weight_B: Tensor) -> Callable[[str], Tensor]:
-        """Differentiate losses by taps; return the sum of a parameter's row gradients with these weights, by name."""
+        """Run backward through the taps; return, by name, a parameter's sum of row gradients with these weights."""
         rows = Rows.of(torch.arange(len(loss_B)), len(loss_B), loss_B.device)
         one = Pass(rows, self.norm_method, groups=self._norm_of)
         with torch.autocast(loss_B.device.type, enabled=False):
@@ -488,13 +489,13 @@ class GhostClipper(UnitClipper):
         return weighted
 
     def refuse_coupled(self, loss_B: Tensor, real_B: Tensor | None = None) -> None:
-        """Raise `CoupledError` if the loss of one of some rows (B,), all or these, has a gradient in another row."""
+        """Raise `CoupledError` if a selected row's loss (B,) has a gradient in another row; default: all rows."""
         for probe in row_probes(torch.ones_like(loss_B) > 0 if real_B is None else real_B, self._is_packed):
             self._run_backward(loss_B, _ones_at(probe.rows, loss_B), probe, retain_graph=True)
 
 
 def _ones_at(rows: Tensor, loss_B: Tensor) -> Tensor:
-    """Return weights of the losses: 1 for these rows, given by numbers or as a mask, 0 for the others."""
+    """Return loss weights: 1 for these rows, given as indices or as a mask, 0 for the others."""
     weight_B = torch.zeros_like(loss_B)
     weight_B[rows] = 1
     return weight_B

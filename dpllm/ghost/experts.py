@@ -1,16 +1,16 @@
 """Trained experts of a mixture, and LoRA on them, through the interface of transformers.
 
-transformers keeps the experts of a layer as stacks of matrices, and looks up the function that computes them in a
-public registry (``ALL_EXPERTS_FUNCTIONS``), by the name in the model's config. While a clipper is attached, that name
-is `NAME`, and our function computes what the others do. It taps both products, so that the input, the output gradient
-and the expert of each token are known.
+transformers stores a layer's experts as stacks of matrices, and selects the function that computes them from a public
+registry (``ALL_EXPERTS_FUNCTIONS``), by the name in the model's config. While a clipper is attached, that name is
+`NAME`, and our function computes the same result. It taps both products, so each token's input, output gradient and
+expert are known.
 
-Choosing experts for each token by itself couples no rows. `dpllm.ghost.refusals` refuses other ways of choosing.
+Choosing experts per token couples no rows. `dpllm.ghost.refusals` refuses other ways of choosing.
 
-PEFT's ``ParamWrapper`` (``target_parameters``) adds scaling * B[e] A[e] to the matrix of each expert while the experts
-run. A and B are views of ``lora_A.weight`` and ``lora_B.weight``, which are never called as layers. If the gradient of
-the matrix is the sum of g_s (x) x_s over slots, that of A is scaling * sum of (B^T g_s) (x) x_s, and that of B is
-scaling * sum of g_s (x) (A x_s). So no gradient of a whole matrix is formed.
+PEFT's ``ParamWrapper`` (``target_parameters``) adds scaling * B[e] A[e] to each expert's matrix while the experts run.
+A and B are views of ``lora_A.weight`` and ``lora_B.weight``, which are never called as layers. If the matrix has the
+gradient sum of g_s (x) x_s over slots, A has scaling * sum of (B^T g_s) (x) x_s, and B has scaling * sum of
+g_s (x) (A x_s). So no gradient of a whole matrix is formed.
 
 For y_s = W[e_s] x_s, where *slot* s is one choice of one token, row b's gradient of W[e] is the sum of g_s (x) x_s over
 the row's slots with e_s = e (`Routed`). Different experts are different entries of the parameter, so a unit's squared
@@ -50,35 +50,35 @@ Layout = Literal["stacked", "flat", "interleaved"]
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether a module computes its stacks of matrices through transformers' interface for experts."""
+    """Return whether a module computes its stacks of matrices through transformers' expert interface."""
     config: Any = getattr(module, "config", None)
     marks = ("num_experts", "has_gate", "has_bias", "is_transposed")
     return hasattr(config, "_experts_implementation") and all(hasattr(module, mark) for mark in marks)
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Whether a module is PEFT's wrapper of one parameter of another module."""
+    """Return whether a module is PEFT's wrapper of one parameter of another module."""
     return any(kind.__name__ == "ParamWrapper" and kind.__module__.startswith("peft.") for kind in type(module).__mro__)
 
 
 def refuse_divided(path: str, module: nn.Module) -> None:
-    """Raise `GhostError` for experts that are divided over processes."""
+    """Raise `GhostError` for experts that are divided over processes (expert parallelism)."""
     if getattr(module, "_is_expert_parallel", False):
         raise GhostError(
-            f"{path} ({type(module).__name__}) computes only the experts of this process (expert parallelism), and "
-            "a unit's norm would be spread over processes. Load the model without it."
+            f"{path} ({type(module).__name__}) computes only this process's experts (expert parallelism), so a unit's "
+            "norm would be spread over processes. Load the model without expert parallelism."
         )
 
 
 def train_experts(path: str, module: nn.Module, trainable: Mapping[str, Target], host: Host) -> ExpertsRule:
-    """Tap a module of which these parameters, by their names in it, are trained.
+    """Tap a module whose listed parameters (by attribute name) are trained.
 
     Raises:
-        NoRuleError: one that is neither a stack of matrices nor of biases.
+        NoRuleError: a parameter is neither a stack of matrices nor of biases.
     """
     for name in trainable:
         if name.removesuffix("_bias") not in _MATRICES:
-            raise NoRuleError(f"{path}.{name} is neither a stack of matrices nor of their biases. Freeze it.")
+            raise NoRuleError(f"{path}.{name} is neither a stack of matrices nor a stack of their biases. Freeze it.")
     rule = ExpertsRule.on(path, module, host)
     for name, target in trainable.items():
         matrix = name.removesuffix("_bias")
@@ -91,19 +91,21 @@ def train_experts(path: str, module: nn.Module, trainable: Mapping[str, Target],
 
 
 def train_adapters(path: str, wrapper: Any, trainable: Mapping[str, Target], host: Host) -> ExpertsRule:
-    """Tap the experts of which PEFT's wrapper adapts a parameter; ``trainable``: its factors by their names in it.
+    """Tap the experts whose parameter PEFT's wrapper adapts; ``trainable`` holds its factors by attribute name.
 
     Raises:
-        NoRuleError: the wrapped parameter is not a stack of experts, or a trainable parameter is no LoRA factor.
+        NoRuleError: the wrapped parameter is not a stack of experts, or a trainable parameter is not a LoRA factor.
     """
     experts, stack_name = wrapper.get_base_layer(), wrapper.parameter_name
     if not is_experts(experts) or wrapper.num_experts < 2:
-        raise NoRuleError(f"{path} is LoRA on {stack_name} of {type(experts).__name__}, which is no stack of experts.")
+        raise NoRuleError(
+            f"{path} is LoRA on {stack_name} of {type(experts).__name__}, which is not a stack of experts. Freeze it."
+        )
     adapters = sorted({name.split(".")[1] for name in trainable})
     known = {f"{side}.{adapter}.weight" for side in ("lora_A", "lora_B") for adapter in adapters}
     if unknown := trainable.keys() - known:
         raise NoRuleError(
-            f"{path} (ParamWrapper) has trainable parameters that are no LoRA factors: {sorted(unknown)}."
+            f"{path} (ParamWrapper) has trainable parameters that are not LoRA factors: {sorted(unknown)}. Freeze them."
         )
     rule = ExpertsRule.on(path, experts, host)
     for adapter in adapters:
@@ -113,10 +115,10 @@ def train_adapters(path: str, wrapper: Any, trainable: Mapping[str, Target], hos
 
 
 def attach_partitioned(model: nn.Module, host: Host) -> list[ExpertsRule]:
-    """Compute frozen experts that ZeRO-3 partitioned by our implementation too, and record nothing of them.
+    """Also compute frozen experts that ZeRO-3 partitioned with our implementation, without recording them.
 
-    transformers' eager one calls a module for each expert that has tokens, and DeepSpeed stops where the processes
-    differ in the modules that they call.
+    transformers' eager implementation calls one module per expert that has tokens, and DeepSpeed hangs if the processes
+    call different modules.
     """
     return [
         ExpertsRule.on(path, module, host)
@@ -128,7 +130,7 @@ def attach_partitioned(model: nn.Module, host: Host) -> list[ExpertsRule]:
 
 
 class ExpertsRule:
-    """The tapped stacks of one module; while it is attached, our implementation computes the module."""
+    """The tapped stacks of one module, which our implementation computes while it is attached."""
 
     def __init__(self, path: str, module: nn.Module, host: Host) -> None:
         """Attach to a module, without trained parameters."""
@@ -136,28 +138,29 @@ class ExpertsRule:
         if narrow:
             raise NoRuleError(
                 f"{path} ({type(module).__name__}) has quantised experts ({', '.join(map(str, narrow.values()))}), "
-                "whose products are not those of a matrix. Train adapters of other layers, or load the model in bf16."
+                "which do not compute plain matrix products. Train adapters of other layers, or load the model in "
+                "bf16."
             )
         self.host = host
         self.stacks: dict[str, Stack] = {}
         config: Any = module.config
         self._config = config
-        # Layers share a config: the first of them remembers the implementation that the user chose.
+        # Layers share a config: the first layer stores the implementation that the user chose.
         self._before = config._experts_implementation
         self._module = weakref.ref(module)
         _ATTACHED[module] = self
-        # Whoever defines such a module has loaded the registry; this folder does not import transformers.
+        # Code that defines such a module has loaded the registry; this folder does not import transformers.
         sys.modules["transformers.integrations.moe"].ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
         config._experts_implementation = NAME
 
     @classmethod
     def on(cls, path: str, module: nn.Module, host: Host) -> ExpertsRule:
-        """Return the rule of a module for this clipper; attach one if there is none."""
+        """Return this clipper's rule for a module, attaching one if there is none."""
         rule = _ATTACHED.get(module)
         return rule if rule is not None and rule.host is host else cls(path, module, host)
 
     def remove(self) -> None:
-        """Detach: the module is computed as before."""
+        """Detach, and restore the module's implementation."""
         module = self._module()
         if module is not None and _ATTACHED.get(module) is self:
             del _ATTACHED[module]
@@ -170,14 +173,14 @@ _ATTACHED: weakref.WeakKeyDictionary[nn.Module, ExpertsRule] = weakref.WeakKeyDi
 
 @dataclass
 class Stack:
-    """What is trained of one stack of matrices."""
+    """The trained parts of one stack of matrices."""
 
     matrices: Target | None = None
     biases: Target | None = None
     adapters: list[LoraFactors] = field(default_factory=list)
 
     def tap(self, module: Any, call: Call, output_SP: Tensor, x: Tensor, of_tokens: bool, route: Route) -> Tensor:
-        """Tap a product with the stack, biases included, in a call of the model; slots are sorted by expert.
+        """Tap a product with the stack, including biases, during a call of the model; slots are sorted by expert.
 
         ``x`` is the input of each slot (S, D), or of each token (N, D).
         """
@@ -204,12 +207,12 @@ class Stack:
                 adapter.record(index_BS, inputs, outputs, x_is_left, up_EPK, down_EKD)
 
         saved = [x, *factors] if self.matrices is not None or self.adapters else []
-        # In one dimension: the slots are sorted by expert, and must not be taken for the tokens of rows.
+        # Flattened: the slots are sorted by expert, and must not be mistaken for the rows' tokens.
         return tap_output(call, output_SP.flatten(), receive, *route, *saved).view(shape)
 
 
 class Route(NamedTuple):
-    """The experts of some tokens; the slots sorted by expert, the place of each slot there, and how many each has."""
+    """The tokens' experts, the slots sorted by expert, each slot's rank there, and each expert's slot count."""
 
     index_Nk: Tensor
     order_S: Tensor
@@ -226,12 +229,12 @@ class Route(NamedTuple):
         return cls(index_Nk, order_S, place_S, torch.bincount(expert_S, minlength=num_experts))
 
     def by_rows(self, hand: Hand) -> Tensor:
-        """Return the expert of each slot (B, T * k); -1 behind the end of a packed row."""
+        """Return the expert of each slot (B, T * k); -1 beyond the end of a packed row."""
         return as_tokens(hand.view(self.index_Nk + 1)).flatten(1) - 1
 
 
 class Factor(NamedTuple):
-    """One factor of the slots' gradients: of each slot, sorted by expert (S, D), or of each token (N, D)."""
+    """One factor of the slots' gradients, per slot sorted by expert (S, D), or per token (N, D)."""
 
     hand: Hand
     route: Route
@@ -239,7 +242,7 @@ class Factor(NamedTuple):
     of_tokens: bool
 
     def by_rows(self) -> Tensor:
-        """Return (B, T * k, D), the k slots of a token side by side; (B, T, D) from the values of tokens."""
+        """Return (B, T * k, D) with a token's k slots adjacent, or (B, T, D) for per-token values."""
         x, k = self.value, 1
         if not self.of_tokens:
             k = self.route.index_Nk.shape[1]
@@ -247,14 +250,14 @@ class Factor(NamedTuple):
         return as_tokens(self.hand.view(x)).unflatten(2, (k, -1)).flatten(1, 2)
 
     def outer(self, right: Factor, index_BS: Tensor, num_experts: int, side: str, layout: Layout = "stacked") -> Routed:
-        """Return the use of a parameter along whose dimensions these two factors lie; ``side`` is that of the input."""
+        """Return the use of a parameter whose dimensions these two factors span; ``side`` is the input's side."""
         left_BTL, right_BTR = self.by_rows(), right.by_rows()
         if left_BTL.dtype != right_BTR.dtype:
             left_BTL, right_BTR = kernels.widen(left_BTL), kernels.widen(right_BTR)
         return Routed(index_BS, left_BTL, right_BTR, num_experts, layout, side)
 
     def times(self, matrices_EDK: Tensor, scaling: float) -> Factor:
-        """Return scaling times each slot's factor times the matrix of its expert, in float32 or wider."""
+        """Return each slot's factor times its expert's matrix and the scaling, in float32 or wider."""
         x_SD = self.value[self.route.order_S // self.route.index_Nk.shape[1]] if self.of_tokens else self.value
         x_SD = kernels.widen(x_SD)
         product_SK = grouped_product(x_SD, matrices_EDK.to(x_SD.dtype), self.route.counts_E)
@@ -266,9 +269,9 @@ class LoraFactors:
     """The LoRA factors of one adapter, by its name in PEFT's wrapper, on one stack of matrices.
 
     Attributes:
-        down: ``lora_A.weight``, (E * K, inputs), where it is trainable.
-        up: ``lora_B.weight``, (outputs, K * E), where it is trainable.
-        is_verified: whether the product of the factors was compared with PEFT's.
+        down: ``lora_A.weight``, (E * K, inputs), if trainable.
+        up: ``lora_B.weight``, (outputs, K * E), if trainable.
+        is_verified: whether the factors' product was compared with PEFT's.
     """
 
     wrapper: Any
@@ -284,20 +287,20 @@ class LoraFactors:
 
     @property
     def scaling(self) -> float:
-        """The number by which PEFT multiplies the product of the factors."""
+        """The number by which PEFT multiplies the factors' product."""
         return float(self.wrapper.scaling[self.adapter])
 
     def factors(self, module: nn.Module) -> tuple[Tensor, Tensor]:
-        """Return copies of B (E, P, K) and A (E, K, D): the parameters may be freed before the backward pass.
+        """Return copies of B (E, P, K) and A (E, K, D), since the parameters may be freed before the backward pass.
 
         Raises:
-            GhostError: the adapter is not in use in this call, or PEFT computes another product of the factors.
+            GhostError: the adapter is not used in this call, or PEFT computes a different product of the factors.
         """
         name, num_experts = self.wrapper.parameter_name, self.wrapper.num_experts
         if name not in getattr(module, "parametrizations", {}) or self.adapter not in self.wrapper.active_adapters:
             raise GhostError(
-                f"The LoRA factors {self.adapter!r} of {name} are trainable and not in use (adapter switched off, "
-                "merged, or not active). Switch the adapter on, or freeze its factors."
+                f"The LoRA factors {self.adapter!r} of {name} are trainable but not used: the adapter is disabled, "
+                "merged or not active. Activate the adapter, or freeze its factors."
             )
         down_EKD = self.wrapper.lora_A[self.adapter].weight.detach().unflatten(0, (num_experts, -1))
         up_EPK = self.wrapper.lora_B[self.adapter].weight.detach().unflatten(1, (-1, num_experts)).permute(2, 0, 1)
@@ -313,20 +316,21 @@ class LoraFactors:
         eps = max(torch.finfo(t.dtype).eps for t in (self.wrapper.get_param(), up_EPK))
         if delta.shape != ours.shape or float((delta - ours).abs().max()) > 16 * eps * scale:
             raise NoRuleError(
-                f"PEFT multiplies the LoRA factors of {self.wrapper.parameter_name} in another order than its releases "
-                "up to 0.21 do, so their per-unit gradients are not known. Install one of them, or freeze the factors."
+                f"PEFT multiplies the LoRA factors of {self.wrapper.parameter_name} in a different order than its "
+                "releases up to 0.21, so their per-unit gradients are unknown. Install one of those releases, or "
+                "freeze the factors."
             )
         self.is_verified = True
 
     def record(
         self, index_BS: Tensor, inputs: Factor, outputs: Factor, x_is_left: bool, up_EPK: Tensor, down_EKD: Tensor
     ) -> None:
-        """Hand over the uses of the two parameters.
+        """Record the uses of the two parameters.
 
-        The inputs go along the first dimension of the matrices if ``x_is_left``; B and A are those of `factors`.
+        The inputs span the first dimension of the matrices if ``x_is_left``; B and A come from `factors`.
         """
         up, down, side = outputs, inputs, "right"
-        if self.up_is_left == x_is_left:  # PEFT takes the inputs of the matrices for their outputs
+        if self.up_is_left == x_is_left:  # PEFT reads the matrices' inputs as their outputs
             up, down, side = inputs, outputs, "left"
         hand, experts = inputs.hand, self.wrapper.num_experts
         with kernels.exact_matmul(), torch.no_grad():
@@ -339,7 +343,7 @@ class LoraFactors:
 
 
 def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Compute the experts of each token, weighted and added; an implementation for transformers' interface.
+    """Compute the experts of each token, weighted and summed; an implementation for transformers' interface.
 
     Args:
         module: the experts; attributes as set by ``transformers.integrations.moe.use_experts_implementation``.
@@ -351,7 +355,7 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
         (N, D), in the dtype of ``hidden_states``.
 
     Raises:
-        NoRuleError: an index that is no expert of this module, or weights of another shape.
+        NoRuleError: an index does not name an expert of this module, or the weights have a different shape.
     """
     rule = _ATTACHED.get(module)
     call = None if rule is None else rule.host.call
@@ -359,9 +363,9 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     route = Route.of(top_k_index, module.num_experts)
     if len(route.counts_E) != module.num_experts or top_k_weights.shape != top_k_index.shape:
         raise NoRuleError(
-            f"{type(module).__name__} is given experts {tuple(top_k_index.shape)} up to number "
-            f"{len(route.counts_E) - 1} and weights {tuple(top_k_weights.shape)}; it has {module.num_experts} experts, "
-            "and each choice needs one weight. Freeze the experts."
+            f"{type(module).__name__} received expert indices of shape {tuple(top_k_index.shape)}, up to "
+            f"{len(route.counts_E) - 1}, and weights of shape {tuple(top_k_weights.shape)}. It has "
+            f"{module.num_experts} experts, and each choice needs one weight. Freeze the experts."
         )
 
     def product(name: str, x: Tensor, of_tokens: bool) -> Tensor:
@@ -386,10 +390,10 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
 
 
 def grouped_product(x_SD: Tensor, stack: Tensor, counts_E: Tensor, outputs_first: bool = False) -> Tensor:
-    """Return (S, P): each token times the matrix of its expert, y_s = x_s W[e_s].
+    """Return (S, P): each token times its expert's matrix, y_s = x_s W[e_s].
 
-    The tokens are sorted by expert, and ``counts_E`` (int64) says how many each has. The matrices are (E, D, P), or
-    (E, P, D) with ``outputs_first``.
+    The tokens are sorted by expert, and ``counts_E`` (int64) holds each expert's number of tokens. The matrices are
+    (E, D, P), or (E, P, D) with ``outputs_first``.
     """
     parts = counts_E.cumsum(0).int() if _has_kernel(x_SD, stack) else counts_E.tolist()
     if stack.requires_grad:
@@ -401,8 +405,8 @@ def grouped_product(x_SD: Tensor, stack: Tensor, counts_E: Tensor, outputs_first
 class _WithDetached(torch.autograd.Function):
     """The product with a stack that is not in the graph.
 
-    Only the stack is saved, not the tokens; and itself, since a view would keep the whole stack of a layer that ZeRO-3
-    has released.
+    Only the stack is saved, not the tokens. The stack itself is saved, since a view would keep the whole stack of a
+    layer that ZeRO-3 has released.
     """
 
     @staticmethod
@@ -418,7 +422,7 @@ class _WithDetached(torch.autograd.Function):
 
 
 def _has_kernel(x_SD: Tensor, stack: Tensor) -> bool:
-    """Whether PyTorch has a kernel for these matrices, forward and backward."""
+    """Return whether PyTorch has a kernel for these matrices, forward and backward."""
     if not (x_SD.is_cuda and x_SD.dtype == torch.bfloat16 == stack.dtype):
         return False
     if any(width * x_SD.element_size() % _ALIGNED for width in stack.shape[1:]):
@@ -427,7 +431,7 @@ def _has_kernel(x_SD: Tensor, stack: Tensor) -> bool:
 
 
 def _product(x_SD: Tensor, weight_EDP: Tensor, parts: Tensor | list[int]) -> Tensor:
-    """Return (S, P); parts are where each expert's tokens end, for the kernel, or how many they are."""
+    """Return (S, P); parts are the end offsets of each expert's tokens, for the kernel, or their counts."""
     with torch.autocast(x_SD.device.type, enabled=False):  # as transformers' grouped product: in the weight's dtype
         if isinstance(parts, Tensor):
             return F.grouped_mm(x_SD.contiguous(), weight_EDP, offs=parts)
@@ -443,11 +447,11 @@ class Routed:
 
     Attributes:
         index_BS: the expert of each slot, the k slots of a token side by side; -1: none.
-        left_BTL: factor along the first dimension of each matrix, of each slot, or of each token for its k slots.
-        right_BTR: factor along the second, likewise.
+        left_BTL: factor along the first dimension of each matrix, per slot, or per token for its k slots.
+        right_BTR: factor along the second dimension, likewise.
         num_experts: E.
         layout: of the parameter. "stacked": (E, L, R). "flat": (E * L, R) (PEFT's ``lora_A``). "interleaved":
-            (L, R * E), the experts next to each other (PEFT's ``lora_B``).
+            (L, R * E), with adjacent experts (PEFT's ``lora_B``).
         input_side: "left" or "right", whichever holds the input.
     """
 
@@ -468,12 +472,12 @@ class Routed:
         return self.left_BTL.nbytes + self.right_BTR.nbytes
 
     def instance_bytes(self, rows: Rows) -> int:
-        """Return the bytes that the gradients of the units would take."""
+        """Return the bytes that the units' gradients would take."""
         entries = rows.num_units * self.num_experts * self.left_BTL.shape[2] * self.right_BTR.shape[2]
         return entries * self._dtype.itemsize
 
     def instance(self, rows: Rows) -> Tensor:
-        """Return the gradients of the units (U, *parameter shape)."""
+        """Return the units' gradients (U, *parameter shape)."""
         width = self.left_BTL.shape[2], self.right_BTR.shape[2]
         total = torch.zeros(rows.num_units * self.num_experts, *width, dtype=self._dtype, device=self.right_BTR.device)
         for number_M, left_MNL, right_MNR in self._segments(rows):
@@ -512,7 +516,7 @@ class Routed:
 
     @staticmethod
     def cat(uses: Sequence[Routed]) -> Routed:
-        """Return uses of one parameter as one: a sum over the slots of all of them."""
+        """Concatenate uses of one parameter: a sum over all their slots."""
         whole = [use.per_slot() for use in uses]
         columns = zip(*((use.index_BS, use.left_BTL, use.right_BTR) for use in whole), strict=True)
         return whole[0]._with(*(torch.cat(column, 1) for column in columns))
@@ -531,9 +535,9 @@ class Routed:
         return kernels.accumulation_dtype(torch.promote_types(self.left_BTL.dtype, self.right_BTR.dtype))
 
     def _segments(self, rows: Rows) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield the segments of the units, those of similar size together; padding rows belong to none.
+        """Yield the units' segments, grouped by similar size; padding rows are in none.
 
-        Of each segment unit * E + expert (M,), and the factors (M, N, L) and (M, N, R), zero behind a shorter segment.
+        Yields each segment's unit * E + expert (M,), and the factors (M, N, L) and (M, N, R), zero-padded.
         """
         unit_B1 = rows.unit_B[:, None]
         number_BS = torch.where((unit_B1 >= 0) & (self.index_BS >= 0), unit_B1 * self.num_experts + self.index_BS, -1)
@@ -556,7 +560,7 @@ class Routed:
 
 
 def _sorted(number: Tensor, num_numbers: int) -> tuple[Tensor, np.ndarray]:
-    """Return the slots that have a number, sorted by it, and how many have each; -1 leaves a slot out."""
+    """Return the slots that have a number, sorted by it, and the count of each number; -1 excludes a slot."""
     order = torch.argsort(number, stable=True)
     counts = torch.bincount(number + 1, minlength=num_numbers + 1).cpu().numpy()
     return order[int(counts[0]) :], counts[1:]

@@ -1,6 +1,6 @@
 """The arithmetic of book-keeping: inner products and weighted sums of per-row gradients.
 
-Every per-row weight gradient in this module is a sum of outer products over tokens,
+Every per-row weight gradient here is a sum of outer products over tokens,
 
     g_b = sum_t  left[b, t] (x) right[b, t]          (L, R),
 
@@ -28,11 +28,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Temporaries of a Gram product are kept below this many entries by walking over the rows in chunks.
+# Gram temporaries stay below this many entries: the rows are processed in chunks.
 _MAX_GRAM_ENTRIES = 1 << 26
-_MAX_TERMS = 128  # of an inner product that are added in one go; at 512, a single token of a unit exceeded the slack
+_MAX_TERMS = 128  # of an inner product, added at once; at 512, a unit with a single token exceeded the slack
 _STRIP = 128  # tokens of a symmetric product that are formed together
-# Tensors up to this size are copied next to each other for one product: above it the copy costs more than launches.
+# Tensors up to this size are copied next to each other for one product; above it the copy costs more than launches.
 _SMALL = 1 << 16
 _MAX_COPIED = 1 << 18  # entries of wide tensors whose parts become one product
 
@@ -52,7 +52,7 @@ def widen(x: Tensor) -> Tensor:
 
 
 def entries(x_B: Tensor) -> Tensor:
-    """View (B, ...) as (B, N): one column for the gradients of a parameter without dimensions, which are (B,)."""
+    """View (B, ...) as (B, N); gradients of scalar parameters, (B,), become one column."""
     return x_B.unsqueeze(1).flatten(1)
 
 
@@ -67,11 +67,11 @@ def rounding_slack(dtype: torch.dtype) -> float:
 
 
 def least_square(dtype: torch.dtype) -> float:
-    """Return the least square of a length that is told from zero.
+    """Return the smallest squared length that counts as nonzero.
 
-    Squares of smaller numbers underflow. In a Gram norm the square of a short input is multiplied by that of an output
-    gradient, which may be large: a norm of 1e-4 was computed as 0. The mass takes both squares to be at least this
-    large, so that the slack of the norm covers the products that were lost.
+    Squares of smaller numbers underflow. A Gram norm multiplies the square of a short input by that of an output
+    gradient, which may be large: a norm of 1e-4 was once computed as 0. The mass raises both squares to at least this
+    value, so that the norm's slack covers the lost products.
     """
     kind = torch.finfo(accumulation_dtype(dtype))
     return kind.tiny / kind.eps**2
@@ -90,7 +90,7 @@ def exact_matmul() -> contextlib.AbstractContextManager[None]:
 
 
 def is_exact() -> bool:
-    """Return whether float32 products are exact now, without `exact_matmul`."""
+    """Return whether float32 products are currently exact without `exact_matmul`."""
     return not (_rounds() or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled(_accelerator()))
 
 
@@ -100,13 +100,13 @@ def _rounds() -> bool:
 
 
 class _ExactMatmul:
-    """A class, because a generator costs more, and it is entered for every layer."""
+    """A class instead of a generator, which would cost more, since it is entered for every layer."""
 
     __slots__ = ("_changed", "_with_grad")
     within = threading.local()
 
     def __enter__(self) -> None:
-        """Change the settings; nothing, at once, within another one of these."""
+        """Change the settings; do nothing inside another instance."""
         depth = self.within.depth = getattr(self.within, "depth", 0) + 1
         if depth > 1:
             return
@@ -137,16 +137,16 @@ _EXACT = ("ieee", "none")
 
 
 def _matmul_flags() -> tuple[Any, Any]:
-    """Return the settings that products read, through whichever interface they were made."""
+    """Return the settings that products read, through either interface."""
     backends: Any = torch.backends
     return backends.cuda.matmul, backends.mkldnn.matmul
 
 
 @functools.cache
 def _readers() -> tuple[Callable[[], str], Callable[[], str]]:
-    """Return functions that read `_matmul_flags`: the one that the attribute calls, which takes a tenth of its time.
+    """Return functions that read `_matmul_flags`: those behind the attributes, in a tenth of the time.
 
-    A version of PyTorch without that function has the attribute read.
+    In PyTorch versions without them, the attributes are read.
     """
     read = getattr(torch._C, "_get_fp32_precision_getter", None)
     if read is not None:
@@ -157,9 +157,9 @@ def _readers() -> tuple[Callable[[], str], Callable[[], str]]:
 
 @contextlib.contextmanager
 def exact_products() -> Iterator[None]:
-    """Compute float32 products in float32, and restore all settings afterwards; autocast and graphs stay as they are.
+    """Compute float32 products in float32, and restore all settings afterwards; autocast and graphs are unaffected.
 
-    The older interface raises an error where the newer one disagrees with it; it is then left unchanged. Otherwise it
+    The older interface raises an error if the newer one disagrees with it, and is then left unchanged. Otherwise it
     is set as well, so that the two always agree.
     """
     flags = _matmul_flags()
@@ -192,8 +192,8 @@ def _accelerator() -> str:
 def _products(x_BTD: Tensor, y_BSD: Tensor) -> Tensor:
     """Return all inner products of the tokens of two sequences, (B, T, S), accumulated in float32 or float64.
 
-    At most `_MAX_TERMS` terms are added in one go, and their sums pairwise. Float32 sums of ten thousand terms of one
-    sign were seen to be 76 units in the last place too small, more than `rounding_slack` allows.
+    At most `_MAX_TERMS` terms are added at once, and their sums pairwise. Float32 sums of ten thousand terms of
+    one sign were up to 76 units in the last place too small, more than `rounding_slack` allows.
     """
     terms = x_BTD.shape[2]
     if terms <= _MAX_TERMS:
@@ -220,7 +220,7 @@ def _cut(x_BTD: Tensor) -> Tensor:
 
 
 def on_tensor_cores(*tensors: Tensor) -> bool:
-    """Whether the products of these tensors are exact before they are added in float32: 16 bits each, on a GPU."""
+    """Return whether the tensors' products are exact before their float32 addition: 16 bits each, on a GPU."""
     first = tensors[0].dtype
     return first in (torch.bfloat16, torch.float16) and all(t.is_cuda and t.dtype == first for t in tensors)
 
@@ -236,9 +236,9 @@ def wide_bmm(x_BMK: Tensor, y_BKN: Tensor) -> Tensor:
 def squared_norms(x_B: Tensor) -> Tensor:
     """Return the squared norms of the rows of ``x_B`` (B, ...), in its dtype, float32 or float64; (B,).
 
-    ``torch.linalg.vector_norm`` of a long float32 row adds up one entry after another on the CPU and was seen to be up
-    to 2 % too small at 16 million entries; the released gradient then exceeds the clip norm. Here 64 entries at a time
-    are added, and then their sums, pairwise.
+    ``torch.linalg.vector_norm`` of a long float32 row adds one entry after another on the CPU and was up to 2 % too
+    small at 16 million entries; the released gradient would then exceed the clip norm. Here groups of 64 entries are
+    added first, and then their sums, pairwise.
 
     >>> x = torch.full((1, 1 << 20), 0.1)
     >>> torch.allclose(squared_norms(x).double(), x.double().square().sum(1), rtol=1e-6)
@@ -255,20 +255,20 @@ def squared_norms(x_B: Tensor) -> Tensor:
 
 
 def is_small(x: Tensor) -> bool:
-    """Whether a tensor is so small that copying it costs less than a few launches."""
+    """Return whether copying a tensor costs less than a few launches."""
     return x.numel() <= _SMALL
 
 
 def is_short(tokens: int) -> bool:
-    """Whether a whole Gram matrix of so many tokens is formed at a time."""
+    """Return whether a Gram matrix over this many tokens is formed at once."""
     return tokens <= _STRIP
 
 
 def gram_norms(shared_BTD: Tensor, grads: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Return the squared norms of the gradients of several layers that read one input, summed over the layers.
 
-    The Gram matrix of the input is formed once; those of the output gradients are added before the contraction. Both
-    are symmetric: they are formed in strips of tokens, each only up to its diagonal.
+    The input's Gram matrix is formed once; those of the output gradients are added before the contraction. Both are
+    symmetric: they are formed in strips of tokens, each only up to its diagonal.
 
     Args:
         shared_BTD: the input (B, T, D) that all the layers read.
@@ -276,7 +276,7 @@ def gram_norms(shared_BTD: Tensor, grads: list[Tensor]) -> tuple[Tensor, Tensor]
 
     Returns:
         ``(sq_norm_B, mass_B)``: squared norms, and an upper bound of (sum_t |a_t| |g_t|)^2, which scales their
-        rounding error; lengths count as `least_square` at least.
+        rounding error; lengths count as at least `least_square`.
 
     >>> a, g = torch.randn(2, 3, 4), torch.randn(2, 3, 5)
     >>> sq, _ = gram_norms(a, [g])
@@ -303,7 +303,7 @@ def _chunk_norms(shared_BTD: Tensor, *grads: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _norms_and_roots(input_gram: Tensor, grad_gram: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
-    """Return the shares of strips of Gram matrices in squared norms (B,) and in the roots of their masses (B,)."""
+    """Return the contributions of Gram matrix strips to squared norms (B,) and to the roots of their masses (B,)."""
     least, grams = least_square(input_gram.dtype), (input_gram, grad_gram)
     squares = [gram[..., start:].diagonal(dim1=1, dim2=2).clamp_min(least) for gram in grams]
     root_B = (squares[0] * squares[1]).sqrt_().sum(1)
@@ -314,9 +314,9 @@ def _norms_and_roots(input_gram: Tensor, grad_gram: Tensor, start: int = 0) -> t
 
 
 def joint_gram_norms(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Return `gram_norms` of pairs of inputs (B_i, T, D_i) and output gradients (B_i, T, P_i), one after another.
+    """Return `gram_norms` of pairs of inputs (B_i, T, D_i) and output gradients (B_i, T, P_i), concatenated.
 
-    Whole Gram matrices are formed of all of them: T is at most `is_short`.
+    Forms all their whole Gram matrices at once: T is at most `is_short`.
     """
     grams = zip(*((_products(x_BTD, x_BTD), _products(grad_BTP, grad_BTP)) for x_BTD, grad_BTP in pairs), strict=True)
     input_gram, grad_gram = (torch.cat(of_all) for of_all in grams)
@@ -349,18 +349,18 @@ def instance_norms(left_BTL: Tensor, right_BTR: Tensor) -> Tensor:
 def lookup_norms(index_BT: Tensor, right_BTR: Tensor, unit_B: Tensor, num_units: int, num_entries: int) -> Tensor:
     """Return each unit's squared gradient norm of a lookup table, sum_v ||sum of right_bt where index_bt = v||^2; (U,).
 
-    Equal tokens of one unit are added up first, by their sorted (unit, token) keys, and then squared: neither a one-hot
-    matrix nor a table is formed. There is a slot for each token, so that no shape follows from the tokens.
+    Equal tokens of a unit are first summed, by sorted (unit, token) keys, and then squared, without a one-hot matrix or
+    a table. There is one slot per token, so that no shape depends on the tokens.
 
     Args:
         index_BT: integers in [0, V).
-        right_BTR: the gradient of the entry looked up.
+        right_BTR: the gradients of the looked-up entries.
         unit_B: unit of each row; a negative one marks a padding row, which belongs to no unit.
         num_units: U.
         num_entries: V, rows of the table.
     """
     dtype = accumulation_dtype(right_BTR.dtype)
-    unit_B1 = torch.where(unit_B >= 0, unit_B, num_units)[:, None]  # padding rows are one more unit: no selection waits
+    unit_B1 = torch.where(unit_B >= 0, unit_B, num_units)[:, None]  # padding rows form an extra unit: nothing waits
     keys, order = torch.sort((unit_B1 * num_entries + index_BT).flatten(), stable=True)
     slot_sorted = torch.zeros_like(keys)
     slot_sorted[1:] = (keys[1:] != keys[:-1]).cumsum(0)
@@ -414,7 +414,7 @@ def add_weighted_outer_(
 ) -> None:
     """Add ``sum_b factor_b sum_t left_bt (x) right_bt`` to ``total`` in place, in the dtype of ``total``.
 
-    ``is_empty``: write to ``total`` instead, whose entries are then not read.
+    ``is_empty``: overwrite ``total`` without reading its entries.
 
     The factor multiplies only numbers of the accumulator's dtype: scaling in bfloat16 would round the released gradient
     away from the one whose norm was bounded. With tensor cores it multiplies the product over a row's tokens, a few
@@ -440,6 +440,6 @@ def add_weighted_outer_(
 
 
 def add_product_(total_LR: Tensor, left_LN: Tensor, right_NR: Tensor, is_empty: bool) -> None:
-    """Add a product of matrices of the dtype of ``total`` to it; ``is_empty``: as `add_weighted_outer_`."""
-    # With beta=0 an entry of the total that is not finite has no effect.
+    """Add a product of matrices of the dtype of ``total`` to it; ``is_empty``: as in `add_weighted_outer_`."""
+    # With beta=0 a non-finite entry of the total has no effect.
     total_LR.addmm_(left_LN, right_NR, beta=0 if is_empty else 1)

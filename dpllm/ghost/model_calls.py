@@ -1,7 +1,7 @@
-"""The calls of a model between two backward passes: their rows, how these are laid out, and what is refused at once.
+"""The model's calls between two backward passes: their rows, the row layout, and immediate refusals.
 
-A contrastive or preference loss calls the model twice and differentiates once. Gradients can be assigned to rows only
-if all calls use one row layout.
+A contrastive or preference loss calls the model twice and runs one backward pass. Gradients can be assigned to rows
+only if all calls use one row layout.
 
 Shape suffixes: B rows, T tokens of the longest row, N tokens of all packed rows together.
 """
@@ -28,21 +28,21 @@ _KEPT = 2  # one output gradient, and the input that several layers share
 
 
 class PackedRows:
-    """Cuts the tensors of modules into the rows of the model's last call; does nothing if they were not packed.
+    """Splits modules' tensors into the rows of the model's last call; does nothing if the rows were not packed.
 
-    Rows of different lengths can go through a model without padding, as one row of all their tokens whose attention is
-    block-diagonal. The argument ``cu_seq_lens_q`` of the model has the boundaries, which the attention needs as well
-    (transformers' ``FlashAttentionKwargs``). Tensors are cut into (B, T, ...) with exact zeros behind short rows, which
-    change no sum over tokens, so all later steps are the same as for padded rows.
+    Rows of different lengths can go through a model without padding, as one row of all their tokens with block-diagonal
+    attention. The model's argument ``cu_seq_lens_q`` holds the boundaries, which the attention needs as well
+    (transformers' ``FlashAttentionKwargs``). Tensors are split into (B, T, ...) with exact zeros after short rows,
+    which change no sum over tokens, so all later steps are the same as for padded rows.
 
     Args:
-        kwargs: of the call.
+        kwargs: the keyword arguments of the call.
 
     Attributes:
-        lengths: tokens of each row; empty where the rows were not packed.
+        lengths: tokens of each row; empty if the rows were not packed.
 
     Raises:
-        GhostError: boundaries that are not those of one or more rows of at least one token each.
+        GhostError: the boundaries do not describe one or more rows of at least one token each.
     """
 
     def __init__(self, kwargs: Mapping[str, Any]) -> None:
@@ -58,8 +58,8 @@ class PackedRows:
         self.lengths = [end - begin for begin, end in itertools.pairwise(known)]
         if not self.lengths or known[0] != 0 or min(self.lengths) < 1:
             raise GhostError(
-                f"{BOUNDARIES} is {boundaries.tolist()}; the places where packed rows begin are needed, rising from 0, "
-                "and finally the number of all their tokens."
+                f"{BOUNDARIES} is {boundaries.tolist()}. It must list the offsets at which packed rows begin, "
+                "increasing from 0, followed by the total number of tokens."
             )
         device, tokens, longest = boundaries.device, known[-1], max(self.lengths)
         lengths_B, rows = boundaries.diff().long(), torch.arange(len(self.lengths), device=device)
@@ -68,7 +68,7 @@ class PackedRows:
         self._slot_N = self._row_N * longest + torch.arange(tokens, device=device) - begin_N
 
     def stop(self) -> None:
-        """Release the tensors that were cut."""
+        """Release the tensors that were split."""
         self._recent = []
 
     def cut(self, x: Tensor) -> Tensor:
@@ -87,12 +87,12 @@ class PackedRows:
         else:
             slots = x_N.new_zeros(num_rows * longest, *x_N.shape[1:])
             rows_BT = slots.index_copy_(0, self._slot_N, x_N).unflatten(0, (num_rows, longest))
-        # Layers that read one input must get one tensor; holding x prevents reuse of its address.
+        # Layers that read one input must get the same tensor; holding x prevents reuse of its address.
         self._recent = [*self._recent[1 - _KEPT :], (key, x, rows_BT)]
         return rows_BT
 
     def fill(self, x: Tensor, rows_B: Tensor, value: float) -> Tensor:
-        """Replace all entries of the marked rows (B,) by one value."""
+        """Set all entries of the marked rows (B,) to one value."""
         dim = self._dim_of_tokens(x)
         if dim is None:
             return x
@@ -112,20 +112,20 @@ class PackedRows:
             return found[0]
         if found and self._token_dim.get(x.ndim) not in found:
             raise NoRuleError(
-                f"The shape {tuple(x.shape)} does not show which dimension has the {tokens} tokens of the packed rows. "
-                "Do not pack the rows of this model (microbatch.pack: false)."
+                f"The shape {tuple(x.shape)} does not show which dimension holds the packed rows' {tokens} tokens. Do "
+                "not pack this model's rows (microbatch.pack: false)."
             )
         return self._token_dim[x.ndim] if found else None
 
 
 class ModelCalls:
-    """What is known of the calls of a model since the last backward pass.
+    """The state of a model's calls since the last backward pass.
 
     Attributes:
         packed: how the rows of the last call are laid end to end.
-        rows: of the last call; None where they are not known.
-        tokens: of each of its rows.
-        lengths: the second dimensions of all of its inputs.
+        rows: the number of rows in the last call; None if unknown.
+        tokens: the tokens of each of its rows.
+        lengths: the second dimensions of all its inputs.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -138,10 +138,10 @@ class ModelCalls:
         self._spent = True
 
     def begin(self, args: tuple, kwargs: dict) -> bool:
-        """Note that a call begins; return whether it is the first since the last backward pass.
+        """Record that a call begins; return whether it is the first since the last backward pass.
 
         Raises:
-            GhostError: rows that are too long, packed wrongly, or may take each other's images.
+            GhostError: rows are too long, packed wrongly, or could take each other's images.
         """
         refuse_shared_media(kwargs, self._placeholders)
         packed = PackedRows(kwargs)
@@ -154,18 +154,18 @@ class ModelCalls:
         return first
 
     def end(self) -> None:
-        """Note that the call returned."""
+        """Record that the call returned."""
         self._layouts.add((self.rows, tuple(self.packed.lengths)))
 
     def spend(self) -> None:
-        """Note that a loss was differentiated or dropped: the next call of the model belongs to another loss."""
+        """Record that a loss was differentiated or dropped: the model's next call belongs to a new loss."""
         self._spent = True
 
     def differentiated(self, num_losses: int) -> None:
-        """Note that losses are about to be differentiated.
+        """Record that losses are about to be differentiated.
 
         Raises:
-            GhostError: there are not as many as packed rows, or the calls had other layouts.
+            GhostError: the losses do not match the packed rows, or the calls had different layouts.
         """
         self.spend()
         packed = sorted({lengths for _, lengths in self._layouts})
@@ -173,13 +173,13 @@ class ModelCalls:
             raise NoRuleError(
                 f"The model was called {len(packed)} times since the last backward pass with rows packed differently "
                 f"(lengths {list(packed[0])} and {list(packed[1])}), so gradients cannot be assigned to rows. Use one "
-                "layout for all calls of a loss, and torch.no_grad() for calls that are not part of it."
+                "layout for all calls behind a loss, and torch.no_grad() for all other calls."
             )
         own = len(self.packed.lengths)
         if own and own != num_losses:
             raise GhostError(
-                f"The model was called with {own} packed rows, and there are {num_losses} losses. One loss per row "
-                "is needed: see dpllm.packed_sequence_loss."
+                f"The model was called with {own} packed rows, but there are {num_losses} losses. Return one loss per "
+                "row: see dpllm.packed_sequence_loss."
             )
         if not own and len({rows for rows, _ in self._layouts}) > 1:
             self.rows = num_losses
@@ -188,13 +188,13 @@ class ModelCalls:
 def used_again(name: str) -> GhostError:
     """Return the error for a use of a parameter outside the calls since the last backward pass."""
     return NoRuleError(
-        f"{name} is used more often in the loss than in the calls of the model since the last backward pass. Compute "
-        "the losses from calls of the model that follow that pass, or clip in one pass (NormMethod(backward_passes=1))."
+        f"{name} is used more often in the loss than in the model's calls since the last backward pass. Compute the "
+        "losses from calls made after that pass, or clip in one pass (NormMethod(backward_passes=1))."
     )
 
 
 def rows_of_call(args: tuple, kwargs: dict[str, Any]) -> int | None:
-    """Return the number of rows in a call of the model: the first dimension of its main input, or first tensor."""
+    """Return the number of rows in a model call: the first dimension of its main input, or of its first tensor."""
     for named in (kwargs, *(value for value in (*args, *kwargs.values()) if isinstance(value, Mapping))):
         for name in _ROW_ARGUMENTS:
             if isinstance(named.get(name), Tensor):
@@ -204,17 +204,17 @@ def rows_of_call(args: tuple, kwargs: dict[str, Any]) -> int | None:
 
 
 def tokens_of_call(args: tuple, kwargs: dict) -> int:
-    """Return the tokens of each row, from the first input of a model that has rows and tokens; 1 if none has."""
+    """Return the tokens of each row, from the first input with rows and tokens; 1 if there is none."""
     return next((t.shape[1] for t in flatten_tensors((args, kwargs)) if t.ndim >= 2), 1)
 
 
 def tokens_by_themselves(model: nn.Module) -> int | None:
-    """Return the tokens up to which a row's position embeddings do not depend on other rows; None: any number.
+    """Return the row length up to which position embeddings do not depend on other rows; None: any length.
 
     Rotary embeddings of the types "dynamic" and "longrope" choose their frequencies by the longest row of the batch
-    (transformers, ``modeling_rope_utils.py``): beyond the length that the model was first trained for, a row's loss
-    depends on the length of the other rows, which no gradient shows. "dynamic" keeps the frequencies of the longest row
-    until a short one comes, so that it depends on earlier batches as well.
+    (transformers, ``modeling_rope_utils.py``): beyond the model's original training length, a row's loss depends on
+    the length of the other rows, which no gradient shows. "dynamic" keeps the frequencies of the longest row until a
+    short one arrives, so it depends on earlier batches as well.
     """
 
     def limits(section: dict, longest: int | None) -> Iterator[int]:
@@ -230,32 +230,32 @@ def tokens_by_themselves(model: nn.Module) -> int | None:
 
 
 def refuse_long_rows(longest: int, most: int | None) -> None:
-    """Raise `GhostError` for rows of more tokens than `tokens_by_themselves` allows."""
+    """Raise `GhostError` for rows longer than `tokens_by_themselves` allows."""
     if most is not None and longest > most:
         raise GhostError(
-            f"Rows of {longest} tokens: beyond {most} this model chooses its position embeddings by the longest row of "
-            "the batch, or of a batch before (dynamic or longrope), so that a row's loss depends on the others. Set "
-            f"data.max_length={most}, or another rope type."
+            f"The batch has rows of {longest} tokens. Beyond {most} tokens this model's position embeddings (dynamic "
+            "or longrope) depend on the longest row of this or an earlier batch, so a row's loss depends on other "
+            f"rows. Set data.max_length={most}, or choose another rope type."
         )
 
 
 def placeholders_of(model: nn.Module) -> tuple[int, ...]:
-    """Return the ids of the tokens in whose places a model puts what it computed of images or sound."""
+    """Return the ids of the tokens that a model replaces by features of images or sound."""
     config = _described(model).items()
     return tuple(sorted({token for name, token in config if _PLACEHOLDER.match(name) and type(token) is int}))
 
 
 def _described(model: nn.Module) -> dict[str, Any]:
-    """Return what a model's config holds; nothing where it has none."""
+    """Return the contents of a model's config; empty if it has none."""
     config: Any = getattr(model, "config", None)
     return config.to_dict() if hasattr(config, "to_dict") else {}
 
 
 def refuse_shared_media(kwargs: Mapping[str, Any], placeholders: Sequence[int]) -> None:
-    """Raise `GhostError` where a row may take another's image: features fill the placeholders of all rows in order.
+    """Raise `GhostError` if a row could take another row's image: features fill the placeholders of all rows in order.
 
-    The models compare the number of features with that of placeholders over the whole batch only (``masked_scatter`` in
-    transformers), so a row with too few passes on what is left of its image to the next.
+    The models compare the numbers of features and placeholders only over the whole batch (``masked_scatter`` in
+    transformers), so a row with too few placeholders passes the rest of its image on to the next row.
     """
     ids = kwargs.get("input_ids")
     tensors = [value for value in kwargs.values() if isinstance(value, Tensor)]
@@ -263,19 +263,19 @@ def refuse_shared_media(kwargs: Mapping[str, Any], placeholders: Sequence[int]) 
     if not placeholders or not isinstance(ids, Tensor) or not media:
         return
     places_B = torch.isin(ids, torch.tensor(placeholders, device=ids.device)).sum(dim=1)
-    # Some models leave out images of zeros, which pad a row with fewer images than another (B, images, C, H, W).
+    # Some models skip all-zero images, which pad a row with fewer images than another (B, images, C, H, W).
     images_B = [(value != 0).flatten(2).any(dim=2).sum(dim=1) for value in media if value.ndim > 4]
     if any(bool((count_B != count_B[0]).any()) for count_B in (places_B, *images_B)):
         raise GhostError(
-            "The rows of a call have different numbers of images, or of tokens that stand for images or sound: "
-            f"{int(places_B.min())} to {int(places_B.max())} tokens. The model puts features in their places in the "
-            "order of the rows, so a row could take the image of another unit. Give all rows as many (a fixed size: no "
-            "splitting of images in the processor), or train one unit at a time (privacy.gradients=per_unit)."
+            f"The rows of a call have different numbers of images, or of image or audio tokens: {int(places_B.min())} "
+            f"to {int(places_B.max())} tokens. The model fills these positions in row order, so a row could receive "
+            "another unit's image. Give every row the same number (a fixed image size, no image splitting in the "
+            "processor), or train one unit at a time (privacy.gradients=per_unit)."
         )
 
 
 def tensors_in(value: Any, path: tuple = ()) -> Iterator[tuple[tuple, Tensor]]:
-    """Yield the tensors in nested tuples, lists, mappings and dataclasses, in order, with their places."""
+    """Yield the tensors in nested tuples, lists, mappings and dataclasses, in order, with their paths."""
     if isinstance(value, Tensor):
         yield path, value
     for key, item in items_of(value):
@@ -283,12 +283,12 @@ def tensors_in(value: Any, path: tuple = ()) -> Iterator[tuple[tuple, Tensor]]:
 
 
 def flatten_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the same tensors without their places."""
+    """Yield the same tensors without their paths."""
     return (tensor for _, tensor in tensors_in(value))
 
 
 def items_of(value: Any) -> list[tuple[Any, Any]]:
-    """Return what a tuple, list, mapping or dataclass holds, each with its place; nothing for any other value."""
+    """Return the items of a tuple, list, mapping or dataclass with their keys; empty for any other value."""
     if isinstance(value, (tuple, list)):
         return list(enumerate(value))
     if isinstance(value, Mapping):  # before dataclasses: the outputs of transformers are both
@@ -300,7 +300,7 @@ def items_of(value: Any) -> list[tuple[Any, Any]]:
 
 
 def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a tuple, list, mapping or dataclass with each item changed; any other value as it is."""
+    """Return a tuple, list, mapping or dataclass with each item changed; any other value unchanged."""
     items = [(key, change(item)) for key, item in items_of(value)]
     if isinstance(value, (tuple, list)):
         new = [item for _, item in items]

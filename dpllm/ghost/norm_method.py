@@ -2,18 +2,18 @@
 
 The gradient of a matrix for one unit is sum_t a_t (x) g_t over its T tokens, D x P. Its norm can be computed from
 
-* the **Gram** matrices of a and g: T^2 (D + P) operations by symmetry, and only the factors are held;
+* the **Gram** matrices of a and g: T^2 (D + P) operations by symmetry; only the factors are held;
 * the **instance** (the instantiated per-unit gradient): D x P entries, formed and held instead of the factors. Norm and
   sum both use it, so the norm has no further cost;
-* the **tiled** instance: 2 T D P operations; no entry of it is held, only the factors.
+* the **tiled** instance: 2 T D P operations; only the factors are held, and no entry of the instance.
 
-The choice is made from the shapes at each call, since lengths vary. All algorithms are exact: the choice changes a norm
-only by rounding.
+The shapes decide at each call, since lengths vary. All algorithms are exact: the choice changes a norm only by
+rounding.
 
 Norms are accumulated in float32, and `kernels.rounding_slack` gives their allowed error. On a GPU the error depends on
 how its tensor cores treat the last bits of a sum (Fasi et al. 2021, PeerJ Computer Science 7:e330), which differs
 between generations. So the error is measured once per device, dtype and method, on the worst case that needs no private
-data: long sums of terms of one sign, where the bits cut off add up.
+data: long sums of terms of one sign, where the truncated bits add up.
 
 Shape suffixes: B rows, U units, T tokens, D, L, R, P widths.
 """
@@ -47,8 +47,8 @@ class NormMethod:
 
     Attributes:
         algorithm: "gram", "instance" or "tiled" (see the module), or "auto": the cheapest for the given shape.
-        fused: True: the Triton kernels. False: the PyTorch functions. None: the kernels on CUDA if Triton is installed
-            and supports the dtype, and one of them was compiled and ran; otherwise a warning says why not.
+        fused: True: the Triton kernels. False: the PyTorch functions. None: the kernels on CUDA if Triton is installed,
+            supports the dtype and could compile and run one of them; otherwise a warning states the reason.
         backward_passes: the number of backward passes. 1: the factors of all layers are kept from the beginning of
             the pass to the clipped sum. 2: the first pass computes the norms and holds one layer's factors at a time;
             the second computes the sum, and its norms are compared with the first's. Two passes compute the activation
@@ -77,12 +77,12 @@ class NormMethod:
             raise ValueError(f"backward_passes is {self.backward_passes!r}; choose auto, 1 or 2.")
         if self.fused and not triton_launch.available():
             raise ValueError(
-                "fused=True needs the Triton kernels, which cannot run here: Triton or a CUDA device is missing. "
-                "Leave fused=None; the PyTorch functions compute the same."
+                "fused=True needs the Triton kernels, but Triton or a CUDA device is missing. Leave fused=None: the "
+                "PyTorch functions return the same results."
             )
 
     def fuses(self, *tensors: Tensor) -> bool:
-        """Whether the kernels work on these tensors."""
+        """Return whether the kernels support these tensors."""
         if self.fused is not None:
             return self.fused
         if not triton_launch.available():
@@ -90,33 +90,33 @@ class NormMethod:
         return all(t.is_cuda and t.dtype in triton_launch.DTYPES and triton_launch.is_usable(t.device) for t in tensors)
 
     def holds_instance(self, factor_bytes: float, instance_bytes: float, on_cpu: bool = False) -> bool:
-        """Whether a gradient is held as an instance rather than as factors: if that takes no more memory.
+        """Return whether a gradient is held as an instance instead of factors: if that takes no more memory.
 
         It then costs no more operations either: the Gram norm would add T^2 (D + P). That is below the 2 T D P of
         the clipped sum only while T < 2 D P / (D + P), where the factors of 16 bits are smaller.
 
-        On a CPU, where operations are dearer and memory is not, it may take half as much memory again. A Llama of width
-        512 with rows of 256 tokens trains in 1.11 of the time of ordinary training, and with Gram matrices in 1.20
-        (``benchmarks/host_time.py``).
+        On a CPU, where operations cost more and memory less, the instance may take half as much memory again. A Llama
+        of width 512 with rows of 256 tokens then trains in 1.11 times the time of ordinary training, and with Gram
+        matrices in 1.20 times (``benchmarks/host_time.py``).
 
         Args:
             factor_bytes: the bytes of the factors of all rows.
             instance_bytes: the bytes of the gradients of all units.
-            on_cpu: where they are.
+            on_cpu: whether they are on the CPU.
         """
         if self.algorithm == "auto":
             return instance_bytes <= factor_bytes * (_MORE_ON_CPU if on_cpu else 1)
         return self.algorithm == "instance"
 
     def outer_norms(self, shared_BTD: Tensor, grads: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the squared norms of the gradients of layers that read one input, as `kernels.gram_norms`.
+        """Return the squared gradient norms of layers that read one input, as `kernels.gram_norms`.
 
-        By tiles of the gradients themselves where this takes fewer operations than Gram matrices.
+        Uses tiles of the gradients themselves if this takes fewer operations than Gram matrices.
         """
         return self.grouped_outer_norms([(shared_BTD, grads)])[0]
 
     def grouped_outer_norms(self, groups: Sequence[tuple[Tensor, list[Tensor]]]) -> list[tuple[Tensor, Tensor]]:
-        """Return `outer_norms` of several groups of layers; the fused kernels take all of them in one launch.
+        """Return `outer_norms` of several groups of layers; the fused kernels handle all of them in one launch.
 
         Args:
             groups: inputs (B, T_i, D_i), each with the output gradients (B, T_i, P_ij) of the layers that read it.
@@ -137,9 +137,9 @@ class NormMethod:
         return norms
 
     def stacks(self, x_BTD: Tensor, grad_BTP: Tensor, outputs: int) -> bool:
-        """Whether layers with such an input and gradient, of ``outputs`` in all, are computed next to others.
+        """Return whether layers with such an input and gradient, of ``outputs`` in all, are batched with other layers.
 
-        Where a whole Gram matrix is formed at a time, and not by a fused kernel, which takes many layers anyway.
+        They are if a whole Gram matrix is formed at once, and not by a fused kernel, which handles many layers anyway.
         """
         is_short = kernels.is_short(x_BTD.shape[1])
         return is_short and not self._tiles(x_BTD, outputs) and not self.fuses(x_BTD, grad_BTP)
@@ -166,14 +166,14 @@ class NormMethod:
     def add_weighted_outer_(
         self, total: Sum, left_BTL: Tensor, right_BTR: Tensor, weights: Weights, input_side: str = "right"
     ) -> None:
-        """Add ``sum_b factor_b sum_t left_bt (x) right_bt`` to ``total``; the fused kernel may finish it.
+        """Add ``sum_b factor_b sum_t left_bt (x) right_bt`` to ``total``; the fused kernel may complete the gradient.
 
         Args:
             total: the sum.
             left_BTL: factor along the first dimension of the parameter.
-            right_BTR: factor along its second.
-            weights: of the rows.
-            input_side: "left" or "right", whichever holds the input, which layers may share.
+            right_BTR: factor along the parameter's second dimension.
+            weights: the weights of the rows.
+            input_side: "left" or "right", whichever holds the input, which several layers may share.
         """
         narrow = left_BTL.element_size() == right_BTR.element_size() == 2 and total.dtype == torch.float32
         if narrow and self.fuses(left_BTL, right_BTR):  # cuBLAS is best for wider ones
@@ -195,7 +195,7 @@ class NormMethod:
     def lookup_norms(
         self, index_BT: Tensor, right_BTR: Tensor, unit_B: Tensor, num_units: int, num_entries: int
     ) -> Tensor:
-        """Return the squared norm of each unit's gradient of a lookup table, (U,); see `kernels.lookup_norms`."""
+        """Return each unit's squared gradient norm of a lookup table, (U,); see `kernels.lookup_norms`."""
         norms = triton_launch.lookup_norms if self.fuses(right_BTR) else kernels.lookup_norms
         return norms(index_BT, right_BTR, unit_B, num_units, num_entries)
 
@@ -204,59 +204,59 @@ class NormMethod:
 
 
 def is_measured(x: Tensor) -> bool:
-    """Whether the rounding of norms and sums of such a tensor depends on the device: below float64, on a GPU."""
+    """Return whether the rounding of norms and sums depends on the device for this tensor: below float64, on a GPU."""
     return x.is_cuda and x.is_floating_point() and x.dtype != torch.float64
 
 
 @functools.cache
 def slack_factor(norm_method: NormMethod, device: torch.device, dtype: torch.dtype) -> float:
-    """Return the factor by which the slack of norms must exceed `kernels.rounding_slack` on this device.
+    """Return the factor by which the norms' slack must exceed `kernels.rounding_slack` on this device.
 
-    Guarantee: with it, the slack is twice the largest error measured here that rounding may take from a norm or add to
-    a clipped sum. It makes clip factors smaller by some millionths.
+    Guarantee: with it, the slack is twice the largest error measured here that rounding may subtract from a norm or add
+    to a clipped sum. It reduces clip factors by a few millionths.
 
     Args:
         norm_method: how norms are computed.
         device: the device of the tensors.
-        dtype: of activations and output gradients.
+        dtype: the dtype of activations and output gradients.
 
     Raises:
-        GhostError: the error is too large to be rounding.
+        GhostError: the error is too large for rounding.
     """
     measured = [found for shape in _SHAPES for found in shortfalls(norm_method, device, dtype, *shape).items()]
     what, worst = max(measured, key=lambda found: math.inf if math.isnan(found[1]) else found[1])
     if not worst <= _MOST:
         raise GhostError(
             f"On {device}, {what} of {dtype} are off by {worst:.1f} times the error that the clip factors allow. This "
-            "is too large for rounding: a unit could contribute more than the clip norm. Pass "
+            "is too large for rounding errors, and a unit could contribute more than the clip norm. Pass "
             "norm_method=NormMethod(fused=False), or train in float32"
         )
     return 1.0 if worst <= 1 else 2 * worst
 
 
 class Flows:
-    """The kinds of tensors from which norms and sums were computed: devices and dtypes whose rounding is measured."""
+    """The kinds of tensors behind norms and sums: the devices and dtypes whose rounding is measured."""
 
     def __init__(self) -> None:
         """Start without tensors."""
         self._seen: set[tuple[torch.device, torch.dtype]] = set()
 
     def note(self, tensor: Tensor) -> None:
-        """Note the kind of a tensor."""
+        """Record the kind of a tensor."""
         if is_measured(tensor):
             self._seen.add((tensor.device, tensor.dtype))
 
     def slack_factor(self, norm_method: NormMethod) -> float:
-        """Return the largest `slack_factor` of all kinds noted."""
+        """Return the largest `slack_factor` of all recorded kinds."""
         return max((slack_factor(norm_method, *kind) for kind in self._seen), default=1.0)
 
 
 def shortfalls(
     norm_method: NormMethod, device: torch.device, dtype: torch.dtype, tokens: int, width: int
 ) -> dict[str, float]:
-    """Return the error of norms and sums of one-signed terms against float64, over the slack; at most 1 is sound.
+    """Return the error of norms and sums of one-signed terms against float64, divided by the slack; at most 1 is sound.
 
-    For sums the slack is that of a norm's square: 16 units in the last place of the terms' sum.
+    For sums the slack is that of a squared norm: 16 units in the last place of the terms' sum.
     """
     generator = torch.Generator().manual_seed(0)
     x_BTD, y_BTD = (torch.rand(1, tokens, width, generator=generator).to(device, dtype) for _ in range(2))

@@ -1,9 +1,9 @@
-"""The contributions to one parameter together, and the squared norms of all parameters' gradients, for each unit.
+"""One parameter's contributions combined, and the squared norms of all parameters' gradients, for each unit.
 
-Several matrix products with one parameter become one over the tokens of all of them, and so do several lookups. A
-unit's rows are one long row, so the cross terms between them are part of its norm; so is the cross term of a table that
-is also a head. Layers that read one input share its Gram matrix, and those of small inputs are computed together
-(`NormMethod`). Each norm comes with the rounding error that it may have.
+Several matrix products with one parameter become one over all their tokens, and so do several lookups. A unit's rows
+form one long row, so their cross terms are part of its norm; so is the cross term of a table that is also a head.
+Layers that read one input share its Gram matrix, and those with small inputs are computed together (`NormMethod`).
+Each norm comes with a bound on its rounding error.
 
 Shape suffixes: B rows, G groups of parameters or units of a group, U units.
 """
@@ -23,12 +23,12 @@ from dpllm.ghost.unit_gradients import Contribution, Group, Instance, Lookup, Ou
 
 
 def held(use: Use, rows: Rows, norm_method: NormMethod) -> Contribution:
-    """Return the form in which a use is kept until the clipped sum: the one that takes less memory.
+    """Return a use in the form that is kept until the clipped sum: the one that takes less memory.
 
     Args:
-        use: of a parameter.
+        use: one use of a parameter.
         rows: the units of the rows.
-        norm_method: decides which form that is.
+        norm_method: chooses the form.
     """
     if isinstance(use, RowGradients) or is_instance(use, rows, norm_method):
         return Instance(use.instance(rows))
@@ -36,8 +36,8 @@ def held(use: Use, rows: Rows, norm_method: NormMethod) -> Contribution:
 
 
 def is_instance(use: Outer | Lookup | HeadUse | Routed, rows: Rows, norm_method: NormMethod) -> bool:
-    """Whether a use is held as the gradients of the units, see `NormMethod.holds_instance`."""
-    # Small ones are stacked, and their time is not that of operations.
+    """Return whether a use is held as the units' gradients, see `NormMethod.holds_instance`."""
+    # Small ones are stacked, and operations do not dominate their time.
     on_cpu = isinstance(use, Outer) and use.grad.device.type == "cpu" and not kernels.is_small(use.input)
     return norm_method.holds_instance(use.factor_bytes(), use.instance_bytes(rows), on_cpu)
 
@@ -45,11 +45,11 @@ def is_instance(use: Outer | Lookup | HeadUse | Routed, rows: Rows, norm_method:
 def merge(contributions: Sequence[Contribution], rows: Rows, norm_method: NormMethod) -> list[Contribution]:
     """Convert the contributions to one parameter to a common form.
 
-    The products with one weight, a sum over tokens each, become one over the tokens of all; so do lookups, and uses of
-    a stack of matrices. Instances add up; where one contribution is held as an instance, all of them become one.
+    The products with one weight, a sum over tokens each, become one over all tokens; so do lookups, and uses of a stack
+    of matrices. Instances are added; if one contribution is held as an instance, all of them become one.
 
     Returns:
-        A single contribution, or those of a table that is both looked up and multiplied with (a tied head), the matrix
+        A single contribution, or those of a table that is both looked up and multiplied (a tied head), the matrix
         product last.
     """
     if len(contributions) == 1:
@@ -68,7 +68,7 @@ def merge(contributions: Sequence[Contribution], rows: Rows, norm_method: NormMe
 
 
 def _joined(uses: list) -> Lookup | Outer | Routed:
-    """Return uses of one kind as one: a sum over the tokens of all of them."""
+    """Return uses of one kind as one: a sum over all their tokens."""
     first, *rest = uses
     if not rest:
         return first
@@ -81,15 +81,15 @@ def _joined(uses: list) -> Lookup | Outer | Routed:
 
 
 def join(already: Sequence[Contribution], more: Sequence[Contribution], norm_method: NormMethod) -> list[Contribution]:
-    """Combine the contributions of one unit's rows to one parameter over several passes, as those of a single row.
+    """Combine the contributions of one unit's rows to one parameter over several passes into those of a single row.
 
     A sum over rows of sums over tokens is one sum over tokens. It is kept as factors, or as the gradient itself as soon
     as that takes less memory, for any number of rows that follow.
 
     Args:
         already: the result of `join` for the previous passes; empty at first.
-        more: every use of the parameter in one more pass.
-        norm_method: decides which form takes less memory.
+        more: every use of the parameter in the next pass.
+        norm_method: chooses the form that takes less memory.
     """
     folded: list[Contribution] = [*already, *(one.fold() for one in more)]
     assert not isinstance(folded[0], HeadUse), "it is folded to an instance"
@@ -101,16 +101,16 @@ def join(already: Sequence[Contribution], more: Sequence[Contribution], norm_met
 class NormTally:
     """Squared norms over parameters, added as they arrive.
 
-    Layers that read one input share its Gram matrix; they wait for each other.
+    Layers that read one input wait for each other to share its Gram matrix.
 
     Args:
         rows: the units of the rows.
         norm_method: how norms are computed.
-        dtype: in which the norms add up.
+        dtype: the dtype in which norms are added.
         slack: returns the allowed multiple of `dpllm.ghost.kernels.rounding_slack`; called by `total`, when all dtypes
             and devices are known.
-        max_waiting: the most inputs whose layers wait at a time; None: all, until `total`. 1 frees activations one
-            after another: layers that share an input follow each other in a backward pass.
+        max_waiting: the most inputs whose layers wait at the same time; None: all, until `total`. 1 frees activations
+            one by one, since layers that share an input follow each other in a backward pass.
         num_groups: G, the groups of parameters with separate norms.
     """
 
@@ -127,7 +127,7 @@ class NormTally:
         self._rows, self._norm_method, self._slack, self._max_waiting = rows, norm_method, slack, max_waiting
         self._dtype, self._num_groups = dtype, num_groups
         self._waiting: dict[tuple, list[Outer]] = {}
-        # Norms and masses, by the group of parameters and the multiple of a mass that is the slack.
+        # Norms and masses, by the parameter group and the multiple of a mass that is the slack.
         self._parts: dict[tuple[int, float], list[Tensor]] = {}
 
     def add(self, contributions: Sequence[Contribution], group: int = 0) -> None:
@@ -146,7 +146,7 @@ class NormTally:
             self._measure([next(iter(self._waiting))])
 
     def total(self) -> tuple[Tensor, Tensor]:
-        """Return ``(sq_norm_GU, slack_GU)``: squared norms of each group, and the error of a unit's share."""
+        """Return ``(sq_norm_GU, slack_GU)``: each group's squared norms, and the error of a unit's share."""
         self._measure(list(self._waiting))
         shape, device = (self._num_groups, 2, self._rows.num_units), self._rows.unit_B.device
         total_G2U = torch.zeros(shape, dtype=self._dtype, device=device)
@@ -173,9 +173,9 @@ class NormTally:
 def _norm_mass_slack(
     contributions: Sequence[Contribution], rows: Rows, norm_method: NormMethod
 ) -> tuple[Tensor, Tensor, float]:
-    """Return squared norms (U,) of one parameter's gradients, cross terms included; masses (U,), and their multiple.
+    """Return squared gradient norms (U,) of one parameter, with cross terms, masses (U,), and the slack's multiple.
 
-    That is the rounding error that a norm may have lost, or that the clipped sum may gain.
+    The slack is the rounding error that may reduce a norm or increase the clipped sum.
     """
     first = contributions[0]
     if isinstance(first, Instance):
@@ -203,7 +203,7 @@ def shared_norms(
 ) -> list[tuple[Tensor, Tensor]]:
     """Return ``(sq_norm_U, mass_U)`` of parameters that are used once each, for each set of layers that read one input.
 
-    Rows are copied where units have different numbers of them or their rows are not adjacent. Sets are then computed
+    Rows are copied if units have different numbers of rows, or rows that are not adjacent. The sets are then computed
     one after another.
 
     Args:
@@ -240,7 +240,7 @@ def _norm_and_root(x: Outer | Lookup, rows: Rows, norm_method: NormMethod) -> tu
 
 
 def _cross(x: Outer | Lookup, y: Outer | Lookup, rows: Rows) -> Tensor:
-    """Return (U,): <gradient of a lookup, gradient of a matrix product>, of each unit."""
+    """Return (U,): each unit's <gradient of a lookup, gradient of a matrix product>."""
     lookup, outer = (x, y) if isinstance(x, Lookup) else (y, x)
     assert isinstance(lookup, Lookup) and isinstance(outer, Outer), "merge() returns one use of each kind"
     of_both = lookup.index_BT, lookup.right_BTR, outer.left_BTL, outer.right_BTR

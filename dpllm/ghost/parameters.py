@@ -1,4 +1,4 @@
-"""The trainable parameters of one model: their names, the groups that have separate clip factors, and their memory.
+"""A model's trainable parameters: their names, the groups with separate clip factors, and their memory.
 
 Shape suffixes: B rows, G groups of parameters (one where clipping is flat), P parameters, U units.
 """
@@ -23,12 +23,12 @@ Groups = Callable[[Mapping[str, tuple[int, ...]]], Sequence[Sequence[str]]]
 
 
 def shapes_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, ...]]:
-    """Return the full shape of each parameter, also of one that DeepSpeed has partitioned."""
+    """Return the full shape of each parameter, including those that DeepSpeed has partitioned."""
     return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in parameters.items()}
 
 
 class TrainedParameters:
-    """The parameters that are trainable when this object is made.
+    """The parameters that are trainable when this object is created.
 
     Attributes:
         by_name: the parameters, each once.
@@ -39,11 +39,11 @@ class TrainedParameters:
 
     Args:
         model: the model.
-        groups: returns the groups of names from all names and shapes.
+        groups: maps all names and shapes to groups of names.
 
     Raises:
-        GhostError: there is none, one is quantised or complex or has a hook on its gradient, the groups are not a
-            partition, or the model is divided by tensor parallelism.
+        GhostError: the model has no trainable parameter, or one that is quantised, complex or has a gradient hook; the
+            groups are not a partition; or the model is tensor-parallel.
     """
 
     def __init__(self, model: nn.Module, groups: Groups) -> None:
@@ -52,8 +52,8 @@ class TrainedParameters:
         self.by_name: Mapping[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
         if not self.by_name:
             raise GhostError(
-                "The model has no trainable parameter. Set requires_grad on the parameters to train (for LoRA: wrap "
-                "the model with peft.get_peft_model before)."
+                "The model has no trainable parameter. Set requires_grad on the parameters to train. For LoRA, first "
+                "wrap the model with peft.get_peft_model."
             )
         for name, parameter in self.by_name.items():
             _refuse_untrainable(name, parameter)
@@ -62,8 +62,8 @@ class TrainedParameters:
         if sorted(every) != sorted(self.by_name):
             wrong = sorted(set(every) ^ set(self.by_name)) or sorted({name for name in every if every.count(name) > 1})
             raise GhostError(
-                f"The groups of a clipping must hold each trainable parameter once; {wrong[0]} is in none, in two, or "
-                "is not a parameter of the model. A parameter without a group would have no bound."
+                f"Each trainable parameter must be in exactly one clipping group, but {wrong[0]} is in none, in "
+                "several, or is not a parameter of the model. A parameter without a group would not be bounded."
             )
         self.num_groups = len(named)
         self.groups = {id(self.by_name[name]): number for number, group in enumerate(named) for name in group}
@@ -74,37 +74,37 @@ class TrainedParameters:
 
     @property
     def norm_dtype(self) -> torch.dtype:
-        """The dtype in which norms add up: float64 if a parameter has it, otherwise float32."""
+        """The dtype in which norms are added: float64 if a parameter has it, otherwise float32."""
         wide = any(p.dtype == torch.float64 for p in self.by_name.values())
         return torch.float64 if wide else torch.float32
 
     def grouped(self, value_PU: Tensor) -> Tensor:
-        """Return the sums of values of parameters over the groups (G, U); in float64, so that no rounding adds up."""
+        """Sum parameters' values over the groups (G, U), in float64, so that rounding errors do not accumulate."""
         total_GU = value_PU.new_zeros(self.num_groups, value_PU.shape[1], dtype=torch.float64)
         return total_GU.index_add_(0, self.group_P.to(value_PU.device), value_PU.double()).to(value_PU.dtype)
 
     def refuse_missing(self, seen: Collection[int]) -> None:
-        """Raise `UnreachedError` for parameters that are not among the ids of those that received a gradient."""
+        """Raise `UnreachedError` for parameters whose ids are not among those that received a gradient."""
         if missing := [name for name, p in self.by_name.items() if id(p) not in seen]:
             raise no_gradient(missing)
 
     def refuse_others(self, loss_B: Tensor, everywhere: bool) -> None:
-        """Make sure that these parameters are trainable, and that no other one will receive a gradient.
+        """Check that these parameters are trainable, and that no other parameter will receive a gradient.
 
         Args:
             loss_B: (B,) losses with a graph.
-            everywhere: whether to look for parameters that the model did not have when this object was made, and in
-                the graph of the losses for those that it does not hold.
+            everywhere: whether to search the model for parameters added since this object was created, and the losses'
+                graph for parameters outside the model.
 
         Raises:
-            GhostError: one was frozen, unfrozen (not seen where parameters are sharded) or added after this object was
-                made, or the model does not hold it.
+            GhostError: a parameter was frozen, unfrozen (not detected if parameters are sharded) or added after this
+                object was created, or is not part of the model.
         """
         for name, parameter in self.by_name.items():
             if not parameter.requires_grad:
                 raise GhostError(
-                    f"{name} was frozen after GhostClipper was made, and would still be clipped and trained. Call "
-                    "remove() and make another GhostClipper for the parameters that are trained now"
+                    f"{name} was frozen after GhostClipper was created, but would still be clipped and trained. Call "
+                    "remove() and create a new GhostClipper for the parameters that are trained now"
                 )
         others: list[str] = []
         if not self.sharded and (everywhere or any(p.requires_grad for p in self._frozen)):
@@ -112,17 +112,17 @@ class TrainedParameters:
             others = [name for name, p in named if p.requires_grad and id(p) not in self.groups]
         if others:
             raise GhostError(
-                f"{others[0]} was unfrozen or added after GhostClipper was made: its gradient would be neither clipped "
-                "nor given noise. Set requires_grad of all parameters before, or call remove() and make another "
+                f"{others[0]} was unfrozen or added after GhostClipper was created, so its gradient would be neither "
+                "clipped nor noised. Set requires_grad on all parameters first, or call remove() and create a new "
                 "GhostClipper, which clips all of them together"
             )
-        # Other leaf tensors are allowed: the output of a frozen embedding is one where activations are recomputed.
+        # Other leaf tensors are allowed: a frozen embedding's output is one if activations are recomputed.
         for leaf in leaves_of(loss_B) if everywhere else ():
             if isinstance(leaf, nn.Parameter) and leaf.requires_grad and id(leaf) not in self.groups:
                 raise GhostError(
-                    f"The losses depend on a trainable parameter of shape {tuple(leaf.shape)} that the model given to "
-                    "GhostClipper does not hold: its gradient would be neither clipped nor given noise. Make it a part "
-                    "of that model, or freeze it (requires_grad_(False)); compute a reference model's output in "
+                    f"The losses depend on a trainable parameter of shape {tuple(leaf.shape)} that is not part of "
+                    "GhostClipper's model, so its gradient would be neither clipped nor noised. Make it part of that "
+                    "model, or freeze it (requires_grad_(False)). Compute a reference model's output in "
                     "torch.no_grad()"
                 )
 
@@ -130,10 +130,10 @@ class TrainedParameters:
 def no_gradient(missing: Sequence[str]) -> UnreachedError:
     """Return the error for trainable parameters that no loss reaches."""
     return UnreachedError(
-        f"No gradient reached {len(missing)} trainable parameter(s), the first is {missing[0]}. Either it has no "
-        "part in the loss (then freeze it: privacy.unused_parameters=freeze, or requires_grad_(False)), or only some "
-        "rows use it (then privacy.gradients=per_unit), or activation checkpointing with use_reentrant=True cut the "
-        "graph (then call model.enable_input_require_grads() or set use_reentrant=False)."
+        f"No gradient reached {len(missing)} trainable parameter(s), the first is {missing[0]}. If the loss does not "
+        "use it, freeze it (privacy.unused_parameters=freeze, or requires_grad_(False)); if only some rows use it, "
+        "set privacy.gradients=per_unit. If activation checkpointing with use_reentrant=True cut the graph, call "
+        "model.enable_input_require_grads() or set use_reentrant=False."
     )
 
 
@@ -141,26 +141,26 @@ def _refuse_untrainable(name: str, parameter: nn.Parameter) -> None:
     """Raise `GhostError` for a parameter that is quantised or complex, or whose gradient a hook changes or reads."""
     if is_packed(parameter):
         raise GhostError(
-            f"{name} is quantised ({type(parameter).__name__}) and trainable: the update of a weight in this form "
-            "is rounded by the weights beside it, and it has no exact gradient. Freeze it "
+            f"{name} is quantised ({type(parameter).__name__}) and trainable, but a quantised weight has no exact "
+            "gradient and its update is rounded together with neighbouring weights. Freeze it "
             "(requires_grad_(False)), and train LoRA adapters on top of it."
         )
     if parameter.is_complex():
         raise GhostError(
-            f"{name} has the dtype {parameter.dtype}, and norms, sums and noise are those of real numbers: its "
-            "imaginary part would not be trained. Keep two real parameters, or one of the shape (..., 2), and use "
-            "torch.view_as_complex; or freeze it."
+            f"{name} has the dtype {parameter.dtype}, but norms, sums and noise are real, so its imaginary part would "
+            "not be trained. Keep two real parameters, or one of shape (..., 2) with torch.view_as_complex; or freeze "
+            "it."
         )
     if any(not getattr(hook, "is_guard", False) for hook in (parameter._backward_hooks or {}).values()):
         raise GhostError(
-            f"{name} has a hook on its gradient (Tensor.register_hook), and the clipped sum is formed without one: "
-            "a hook that masks the gradient would have no effect. Remove the hook; instead of PEFT's CPT, which "
-            "sets one, use prompt tuning."
+            f"{name} has a hook on its gradient (Tensor.register_hook), but the clipped sum is computed without hooks, "
+            "so a hook that masks the gradient would have no effect. Remove the hook. PEFT's CPT sets such a hook: "
+            "use prompt tuning instead."
         )
 
 
 def state_of_gradient(parameter: nn.Parameter) -> tuple[int, int] | None:
-    """Return what changes when a gradient is written to ``.grad``."""
+    """Return a value that changes when a gradient is written to ``.grad``."""
     return None if parameter.grad is None else (id(parameter.grad), parameter.grad._version)
 
 
@@ -191,10 +191,10 @@ def _nodes(loss: Tensor) -> Iterator[Any]:
 
 
 class Passes:
-    """Chooses between one backward pass and two, if the user set neither, and when sums are formed.
+    """Chooses between one and two backward passes, if the user set neither, and when sums are formed.
 
     Args:
-        model: that is trained.
+        model: the trained model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -209,7 +209,7 @@ class Passes:
         return any(module.gradient_checkpointing for module in self._recomputing)
 
     def needed(self, rows: int, tokens: int, device: torch.device) -> int:
-        """Return 2 if activations are recomputed and one pass over rows of these tokens would not fit, otherwise 1.
+        """Return 2 if activations are recomputed and one pass over such rows would not fit, otherwise 1.
 
         Without checkpointing, autograd holds the activations until the end, and a second pass saves little.
         """
@@ -217,9 +217,9 @@ class Passes:
         return 1 if free is None or held_bytes(self._trained, rows, tokens) <= _SHARE * free else 2
 
     def sums_are_smaller(self, rows: int, tokens: int, finished: bool) -> bool:
-        """Whether the clipped sums take less memory than what they are formed from, for rows of these tokens.
+        """Return whether the clipped sums take less memory than the contributions they are formed from, for such rows.
 
-        ``finished``: each sum becomes a gradient in its parameter's dtype at once.
+        ``finished``: each sum is immediately converted to a gradient in its parameter's dtype.
         """
         trained = {id(p): p for module in self._trained for p in module.parameters(recurse=False) if p.requires_grad}
         sums = sum(
@@ -248,7 +248,7 @@ def held_bytes(modules: Iterable[nn.Module], rows: int, tokens: int) -> int:
 
 
 def logits_outweigh(vocabulary: int, width: int, layers: float) -> bool:
-    """Whether a token's logits and their gradient outweigh what activation checkpointing keeps: each block's input.
+    """Return whether a token's logits and their gradient outweigh the block inputs that checkpointing keeps.
 
     A trained head is then computed in chunks (`dpllm.ghost.chunked_head`).
 
@@ -264,7 +264,7 @@ def logits_outweigh(vocabulary: int, width: int, layers: float) -> bool:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the bytes that can still be allocated on a GPU; None on other devices, where it is not known."""
+    """Return the bytes that can still be allocated on a GPU; None on other devices, where this is unknown."""
     if device.type != "cuda":
         return None
     free, _ = torch.cuda.mem_get_info(device)

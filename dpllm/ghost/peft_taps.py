@@ -1,9 +1,9 @@
-"""Taps for layers of PEFT that compute with a trained parameter in a way of their own.
+"""Taps for PEFT layers with their own way of using a trained parameter.
 
-Without them the layers run row by row, which costs as many launches as there are rows and does not work for packed
-rows. A layer runs PEFT's own forward with the parameter detached, and a tap adds the parameter's gradient. Layers of
-LoRA would not need one of their own, but one tap for both factors costs the host half as much as two. Whether a tap is
-exact is decided by value (`dpllm.ghost.weights_check`).
+Without them the layers run row by row, which costs one launch per row and does not work for packed rows. A layer runs
+PEFT's own forward with the parameter detached, and a tap adds the parameter's gradient. LoRA layers would not need
+their own tap, but one tap for both factors costs the host half as much as two. Whether a tap is exact is checked by
+value (`dpllm.ghost.weights_check`).
 
 Sources: PEFT's ``peft_model.py``, and under ``tuners/`` ``lora/dora.py`` and the ``layer.py`` of ``lora``,
 ``ia3``, ``vera`` and ``trainable_tokens``. Classes are recognised by name: PEFT need not be installed.
@@ -48,7 +48,7 @@ _CASTS = (Tensor.to, Tensor.type, Tensor.float)
 
 
 def tap(module: Any, trained: Callable[[Any], Target | None]) -> tuple[type[nn.Module], dict[str, Site]] | None:
-    """Return the subclass of a layer of PEFT, and the sites of the parameters that it uses; None if there is no tap.
+    """Return the subclass of a PEFT layer, and the sites of the parameters that it uses; None if there is no tap.
 
     ``trained`` returns the target of a trained parameter, and None for any other value.
     """
@@ -62,7 +62,7 @@ def tap(module: Any, trained: Callable[[Any], Target | None]) -> tuple[type[nn.M
         return None
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call PEFT's method, tapped in a call of the model."""
+        """Call PEFT's method, tapped during a call of the model."""
         peft = getattr(kind, method)
         if getattr(self, "disable_adapters", None) is True or not torch.is_grad_enabled():
             return peft(self, *args, **kwargs)
@@ -70,7 +70,7 @@ def tap(module: Any, trained: Callable[[Any], Target | None]) -> tuple[type[nn.M
         return peft(self, *args, **kwargs) if call is None else function(self, call, peft, *args, **kwargs)
 
     def lora(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Call PEFT's forward, with one tap for both factors where they compute s B A x and nothing else."""
+        """Call PEFT's forward, with one tap for both factors if they compute s B A x and nothing else."""
         pair = None if args or kwargs or torch.compiler.is_compiling() else _pair_of(self, x)
         call = None if pair is None else active(self)
         if pair is None or call is None:
@@ -81,7 +81,7 @@ def tap(module: Any, trained: Callable[[Any], Target | None]) -> tuple[type[nn.M
 
 
 class _LoraTap(torch.autograd.Function):
-    """y = y' + s B A x, of which x, A x and the gradients of A x and B A x are handed over."""
+    """y = y' + s B A x, which records x, A x and the gradients of A x and B A x."""
 
     @staticmethod
     def forward(
@@ -106,7 +106,7 @@ _lora_tap = apply_of(_LoraTap)
 
 
 class _Pair(NamedTuple):
-    """The factors of a LoRA layer, with their detached weights, and the dropout before them; None: there is none."""
+    """A LoRA layer's factors, with their detached weights, and the dropout before them, if any."""
 
     low: Any
     high: Any
@@ -121,7 +121,7 @@ def _pair_of(self: Any, x: Tensor) -> _Pair | None:
 
     This is checked in each call, since hooks, adapters and scales may change.
     """
-    layers, names = self._modules, self.active_adapters  # by `nn.Module.__getattr__` they are slow
+    layers, names = self._modules, self.active_adapters  # `nn.Module.__getattr__` would be slow
     lows, highs = layers["lora_A"]._modules, layers["lora_B"]._modules
     name = names[0] if len(names) == 1 else None
     if name not in lows or not torch.is_grad_enabled() or self.disable_adapters or self.merged or _any_global_hook():
@@ -141,18 +141,18 @@ def _pair_of(self: Any, x: Tensor) -> _Pair | None:
 
 
 def _is_plain(layer: Any) -> bool:
-    """Whether a layer computes x W^T with its own tap, and nothing else."""
+    """Return whether a layer computes only x W^T with its own tap."""
     if type(layer).forward is not TapLinear.forward or is_hooked(layer) or "weight" not in layer._parameters:
         return False
     return layer._parameters["bias"] is None and layer._tap_site.serves(layer._parameters["weight"], None)
 
 
 def _lora(self: Any, call: Call, pair: _Pair, x: Tensor) -> Tensor:
-    """Compute y = W x + s B A x with one tap for A and B, in the dtypes in which PEFT and autocast compute it."""
+    """Compute y = W x + s B A x with one tap for A and B, in the dtypes of PEFT and autocast."""
     site_a, site_b, a, b = pair.low._tap_site, pair.high._tap_site, pair.a, pair.b
     base, dtype = self._modules["base_layer"](x), a.dtype
     target = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else dtype
-    # A cast to float32 and from there to the dtype of autocast changes nothing that the second one would not.
+    # A cast to float32 and then to the autocast dtype changes nothing that the second cast would not.
     is_direct = pair.dropout is None and dtype == torch.float32 and x.dtype in (torch.float32, target)
     if x.dtype != dtype and not is_direct:
         x = x.to(dtype)  # not shared with other layers: a dropout may write to it
@@ -177,7 +177,7 @@ def _lora(self: Any, call: Call, pair: _Pair, x: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _holding(module: nn.Module, name: str, value: Any) -> Iterator[None]:
-    """Put a value in the place of a parameter of a module."""
+    """Temporarily replace a module's parameter by a value."""
     module.__dict__[name] = value
     try:
         yield
@@ -186,9 +186,9 @@ def _holding(module: nn.Module, name: str, value: Any) -> Iterator[None]:
 
 
 def _prompts(self: Any, call: Call, peft: Any, batch_size: int, *args: Any, **kwargs: Any) -> Any:
-    """Compute one prompt for each row, where PEFT computes a single one and repeats it.
+    """Compute one prompt per row, where PEFT computes a single one and repeats it.
 
-    The encoder's table looks up the prompt's tokens once for each row (`TableSite`), so PEFT needs to repeat nothing.
+    The encoder's table looks up the prompt's tokens once per row (`TableSite`), so PEFT has nothing to repeat.
     """
     kind = str(getattr(self.active_peft_config.peft_type, "value", ""))
     if kind not in ("PROMPT_TUNING", "P_TUNING") or batch_size != call.rows_together:
@@ -200,11 +200,11 @@ def _prompts(self: Any, call: Call, peft: Any, batch_size: int, *args: Any, **kw
 def _dora(self: Any, call: Call, peft: Any, x: Tensor, **kwargs: Any) -> Tensor:
     """Tap y = (m / n) u - W x, in which n is a constant and u = W x + s B A x: dy / dm = (y + W x) / m.
 
-    It is NaN for m = 0, where the layer has to run row by row.
+    It is NaN for m = 0, so that the layer must run row by row.
     """
     bias, site = getattr(kwargs["base_layer"], "bias", None), self._tap_sites["weight"]
     if kwargs.get("base_result") is None:  # with dropout, W x is that of the dropped input
-        # Whoever built such a layer has loaded PEFT; this folder does not import it.
+        # Code that creates such a layer has loaded PEFT; this folder does not import it.
         dequantized = sys.modules["peft.utils.integrations"].dequantize_module_weight
         weight = dequantized(kwargs["base_layer"]).to(x.dtype)
         base = LINEAR(x, weight.T if self.fan_in_fan_out else weight)
@@ -221,7 +221,7 @@ def _dora(self: Any, call: Call, peft: Any, x: Tensor, **kwargs: Any) -> Tensor:
 
 
 def _ia3(self: Any, call: Call, peft: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Multiply the features of the input, or of the output, by one copy of the vector for each row."""
+    """Multiply the input's or output's features by one copy of the vector per row."""
     names = [name for name in self.active_adapters if name in self.ia3_l]
     if self.merged or len(names) != 1 or names[0] not in self._tap_sites:
         return peft(self, x, *args, **kwargs)
@@ -234,7 +234,7 @@ def _ia3(self: Any, call: Call, peft: Any, x: Tensor, *args: Any, **kwargs: Any)
 
 
 def _vera(self: Any, call: Call, peft: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Give PEFT one copy of each vector for each row, in the places of the vectors."""
+    """Give PEFT one copy of each vector per row, in place of the vectors."""
     with contextlib.ExitStack() as held:
         for place in _OF_VERA:
             vectors = dict(getattr(self, place).items())
@@ -245,7 +245,7 @@ def _vera(self: Any, call: Call, peft: Any, x: Tensor, *args: Any, **kwargs: Any
 
 
 def _wrapper(self: Any, call: Call, peft: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a router with the matrix W + s B A, while gradients are those of W and of the layers A and B."""
+    """Run a router with the matrix W + s B A, with the gradients of W and of the layers A and B."""
     own = [name for name in self.active_adapters if name in self.lora_A]
     delta = {name: self.get_delta_weight(name).detach() for name in own}
     with _holding(self, "get_delta_weight", delta.__getitem__), _LoraProduct(self, own):
@@ -253,7 +253,7 @@ def _wrapper(self: Any, call: Call, peft: Any, *args: Any, **kwargs: Any) -> Any
 
 
 class _LoraProduct(TorchFunctionMode):
-    """Gives products with a wrapped matrix, also in another dtype, the gradients of its LoRA factors."""
+    """Gives products with a wrapped matrix, in any dtype, the gradients of its LoRA factors."""
 
     def __init__(self, wrapper: Any, adapters: list[str]) -> None:
         super().__init__()
@@ -274,7 +274,7 @@ class _LoraProduct(TorchFunctionMode):
         return y
 
     def _is_sum(self, value: Any) -> bool:
-        """Whether a value is W + s B A, which PEFT computes once for this call."""
+        """Return whether a value is W + s B A, which PEFT computes once per call."""
         return value is self._wrapper.get_param() or any(value is cast for cast in self._casts)
 
 
@@ -283,7 +283,7 @@ def _with_gradient_of(y: Tensor, part: Tensor) -> Tensor:
 
 
 def _tokens(self: Any, call: Call, peft: Any, x: Tensor, adapters: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Look up, or multiply by a tied head, in a table in which some entries are replaced by trained ones."""
+    """Look up, or multiply by a tied head, in a table with some entries replaced by trained ones."""
     deltas = dict(self.trainable_tokens_delta.items())
     with _holding(self, "trainable_tokens_delta", {name: delta.detach() for name, delta in deltas.items()}):
         y: Tensor = peft(self, x, adapters, *args, **kwargs)
@@ -315,7 +315,7 @@ def _sites_of_wrapper(module: Any, trained: Any) -> dict[str, Site] | None:
 
 
 def _sites_of_lora(module: Any, trained: Any) -> dict[str, Site] | None:
-    """Return no sites, as the factors have theirs."""
+    """Return no sites, since the factors have their own."""
     factors = (p for layers in (module.lora_A, module.lora_B) for p in layers.parameters())
     return {} if hasattr(module, "lora_variant") and any(trained(p) is not None for p in factors) else None
 

@@ -1,10 +1,9 @@
-"""One backward pass over a microbatch: the contributions from its taps, and what becomes of them.
+"""One backward pass over a microbatch: the contributions from its taps, and their processing.
 
-Place in the flow: between taps and clipper. A `Pass` is made for each microbatch and dropped after its sum. Each
-contribution at a tap goes to one *receiver*: the pass itself keeps it until the sum is formed; `AddUpGroups` adds up
-the clipped sum of a group of parameters when its last contribution has arrived; `Measure` measures its norm and forgets
-it (the first of two passes); `AddUp` adds up the clipped sum at once (the second). `dpllm.ghost.weights_check` has
-receivers that probe whether rows are independent.
+A `Pass` is created for each microbatch and dropped after its sum. Each contribution from a tap goes to one *receiver*:
+the pass itself keeps it until the sum is formed; `AddUpGroups` forms the clipped sum of a parameter group when its last
+contribution has arrived; `Measure` computes its norm and drops it (the first of two passes); `AddUp` adds it to the
+clipped sum immediately (the second). `dpllm.ghost.weights_check` has receivers that probe whether rows are independent.
 
 Shape suffixes: B rows, G groups of parameters, U units, P entries of several parameters.
 """
@@ -41,13 +40,13 @@ from dpllm.ghost.unit_gradients import (
 
 
 class Receiver(Protocol):
-    """The object that takes the gradients arriving at the taps."""
+    """An object that receives the gradients arriving at the taps."""
 
     def take(self, name: str, parameter: nn.Parameter, use: Use) -> None:
-        """Take the contribution of one use of a parameter.
+        """Receive the contribution of one use of a parameter.
 
         Args:
-            name: of the parameter.
+            name: the parameter's name.
             parameter: the parameter.
             use: the contribution to the gradient of each row.
         """
@@ -62,11 +61,11 @@ class Pass:
         rows: the unit of each row.
         norm_method: how norms and sums are computed.
         contributions: all uses of each parameter, by its id.
-        joint: what is computed for several parameters at once, by the ids of each, which are then not in that.
-        sums: clipped sums that are complete already.
+        joint: contributions computed for several parameters at once, by the ids of each, which ``contributions`` lacks.
+        sums: clipped sums that are already complete.
         weights: of the rows and of the units, by the number of a group whose clip factors are known.
         groups: the number of each parameter's group, by its id; 0 if it has no entry.
-        finish: takes the sums that can be formed during the backward pass; None: they are kept in ``sums``.
+        finish: receives the sums formed during the backward pass; None: they are kept in ``sums``.
     """
 
     rows: Rows
@@ -81,13 +80,13 @@ class Pass:
 
     def take(self, name: str, parameter: nn.Parameter, use: Use) -> None:
         """Keep the contribution until the sum is formed."""
-        # Small gradients of units are formed later, if at all, for several parameters at once.
+        # Small unit gradients are formed later, if at all, for several parameters at once.
         waits = isinstance(use, Outer) and self._is_small(use)[0]
         contribution = use if waits else held(use, self.rows, self.norm_method)
         self.contributions[id(parameter)].append(contribution)  # type: ignore[arg-type]
 
     def _is_small(self, use: Outer) -> tuple[bool, bool]:
-        """Return `Outer.is_small`, and whether it is then held as an instance; asked once for uses of equal shapes."""
+        """Return `Outer.is_small`, and whether it is then held as an instance; cached for uses of equal shapes."""
         key = use.like
         if (known := self._small.get(key)) is None:
             is_small = use.is_small(self.rows)
@@ -95,17 +94,17 @@ class Pass:
         return known
 
     def add_norms(self, tally: NormTally) -> tuple[Tensor, Tensor]:
-        """Add the norms of the contributions kept; return ``(sq_norm_GU, slack_GU)`` of all parameters."""
+        """Add the norms of the kept contributions; return ``(sq_norm_GU, slack_GU)`` of all parameters."""
         self.add_norms_of(list(self.contributions), tally)
         return tally.total()
 
     def add_norms_of(self, keys: Iterable[int], tally: NormTally, place: int | None = None) -> None:
-        """Add the norms of all contributions kept of some parameters.
+        """Add the norms of all kept contributions to some parameters.
 
         Args:
             keys: the ids of the parameters.
             tally: receives the norms.
-            place: the number of their group in the tally; None: its own number.
+            place: the number of their group in the tally; None: its usual number.
         """
         flats: dict[int, list[Flat]] = {}
         products: dict[tuple, dict[int, Outer]] = {}
@@ -154,7 +153,7 @@ class Pass:
         self.weights[group] = (Weights(factor_B), Weights(factor_U))
 
     def formed(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return the clipped sum of a parameter, once, if it is formed with others or was formed before."""
+        """Return a parameter's clipped sum, once, if it is formed jointly or was formed before."""
         if (joint := self.joint.get(id(parameter))) is not None:
             self.sums.update(joint.sums(lambda group: self.weights[group][1]))
             for key in joint.parameters:
@@ -162,7 +161,7 @@ class Pass:
         return self.sums.pop(id(parameter), None)
 
     def has(self, parameter: nn.Parameter) -> bool:
-        """Whether a gradient of the parameter arrived whose sum was not added yet."""
+        """Return whether a gradient of the parameter arrived whose sum has not been added."""
         return any(id(parameter) in kept for kept in (self.contributions, self.joint, self.sums))
 
     def add_clipped_sum_(self, parameter: nn.Parameter, total: Sum) -> None:
@@ -180,7 +179,7 @@ class Pass:
                 of_rows.release()
 
     def form_sum(self, parameter: nn.Parameter) -> None:
-        """Let ``finish`` take one parameter's clipped sum; without it, keep the sum until `add_clipped_sum_`."""
+        """Pass one parameter's clipped sum to ``finish``; without it, keep the sum until `add_clipped_sum_`."""
         if self.finish is not None:
             self.finish(parameter)
         else:
@@ -190,7 +189,7 @@ class Pass:
 
 
 class Measure:
-    """Measures each layer's norm as its gradient arrives; keeps only contributions of parameters with several uses.
+    """Computes each layer's norm as its gradient arrives; keeps only contributions of parameters with several uses.
 
     Attributes:
         tally: the norms so far.
@@ -204,7 +203,7 @@ class Measure:
         self._done: set[int] = set()  # parameters whose only use has arrived
 
     def take(self, name: str, parameter: nn.Parameter, use: Use) -> None:
-        """Measure the contribution.
+        """Add the contribution to the norms.
 
         Raises:
             GhostError: a parameter that the model's calls used once receives two gradients.
@@ -221,11 +220,11 @@ class Measure:
         self._finish(parameter, contribution)
 
     def _finish(self, parameter: nn.Parameter, contribution: Contribution) -> None:
-        """Forget the contribution."""
+        """Drop the contribution."""
 
 
 class AddUp(Measure):
-    """Measures again, and adds each layer's weighted gradient up as it arrives."""
+    """Computes norms again, and adds each layer's weighted gradient as it arrives."""
 
     def _finish(self, parameter: nn.Parameter, contribution: Contribution) -> None:
         self._pass.contributions[id(parameter)] = [contribution]
@@ -233,7 +232,7 @@ class AddUp(Measure):
 
 
 class AddUpGroups:
-    """Clips a group of parameters and adds up its sum when its last gradient has arrived, and forgets what it kept.
+    """Clips a parameter group and forms its sum when its last gradient has arrived, then drops its contributions.
 
     A group with a parameter that the model uses more than once is kept until the end, as by `Pass`.
 
@@ -242,10 +241,10 @@ class AddUpGroups:
         used_once: whether the losses use a parameter once.
         parameters: all trainable parameters.
         tally: returns an empty tally of one group.
-        factors: of one group, from its norms.
+        factors: the factors of one group, from its norms.
 
     Attributes:
-        norms: ``(sq_norm_U, slack_U)`` of the groups added up so far.
+        norms: ``(sq_norm_U, slack_U)`` of the groups completed so far.
         seen: ids of their parameters.
     """
 
@@ -298,10 +297,10 @@ class AddUpGroups:
 
 
 class HeldUnit:
-    """The share of a unit that has more rows than one pass takes, until its last rows arrive.
+    """The share of a unit with more rows than fit into one pass, until its last rows arrive.
 
     Attributes:
-        joining: true while a pass is added to the held rows; after a failure they contain only a part of it.
+        joining: true while a pass is added to the held rows; after a failure they contain only part of it.
     """
 
     def __init__(self) -> None:
@@ -310,7 +309,7 @@ class HeldUnit:
         self.joining = False
 
     def __bool__(self) -> bool:
-        """Whether anything is held."""
+        """Return whether any rows are held."""
         return bool(self._contributions)
 
     def add(self, one: Pass) -> None:
@@ -323,12 +322,12 @@ class HeldUnit:
         self.joining = False
 
     def complete(self, one: Pass, device: torch.device) -> Pass:
-        """Return a pass over the whole unit, whose last rows are in ``one``; ``joining`` until it is weighed."""
+        """Return a pass over the whole unit, its last rows in ``one``; ``joining`` is set until it is weighed."""
         self.add(one)
         self.joining = True
         contributions, self._contributions = defaultdict(list, self._contributions), {}
         return Pass(Rows.one_unit(device), one.norm_method, contributions, groups=one.groups)
 
     def clear(self) -> None:
-        """Forget the held rows."""
+        """Drop the held rows."""
         self._contributions.clear()

@@ -1,13 +1,13 @@
-"""Models that cannot be clipped exactly, refused by name when a clipper is attached, before anything is computed.
+"""Refuse models that cannot be clipped exactly, by name, when a clipper is attached and before anything is computed.
 
-Most are modules whose arithmetic on one row depends on other rows, or on the padded length. A router that chooses the
-experts of each token from that token, and an expert that takes every token sent to it, couple no rows. Experts with a
-limited capacity, tokens that compete for experts, and losses over or statistics of the batch's loads do. Random numbers
-of routers are refused too: the check that rows are independent (`dpllm.training.checks.independence`) could not tell
-them from a coupling.
+Most refused modules compute a row with values of other rows, or of the padded length. A router that chooses each
+token's experts from that token alone, and an expert that accepts every token, couple no rows. Experts with a limited
+capacity, tokens that compete for experts, and losses or statistics over the batch's loads do. Routers that draw random
+numbers are refused too, since the check that rows are independent (`dpllm.training.checks.independence`) could not
+distinguish them from a coupling.
 
-Classes are recognised by name and module, since their libraries need not be installed, and routers, which come from
-many libraries, by their options. The independence of rows is measured as well (`dpllm.ghost.weights_check`).
+Classes are recognised by name and module, since their libraries need not be installed; routers, which come from many
+libraries, are recognised by their options. The independence of rows is also measured (`dpllm.ghost.weights_check`).
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ _NAMED = (
     (r"TopKGate|MOELayer|ExpertChoice.*", "an expert takes a limited number of the tokens of all rows"),
 )
 _COUPLES = "couples the rows of a batch: "
-_REMEDY = "use a model whose routers choose for each token by itself, without a capacity (Mixtral, Qwen3-MoE, gpt-oss)"
-# Options of routers that couple rows when they are true or above 0: their names, the reason, and the remedy.
+_REMEDY = "use a model whose routers choose per token and without a capacity (Mixtral, Qwen3-MoE, gpt-oss)"
+# Router options that couple rows when they are true or above 0: their names, the reason, and the remedy.
 _OPTIONS = (
     (("batch_prioritized_routing",), "tokens of all rows compete, and the last ones are dropped", _REMEDY),
     (("expert_choice", "use_expert_choice"), "experts choose among the tokens of all rows (expert choice)", _REMEDY),
     (
         ("expert_capacity", "capacity_factor", "moe_capacity_factor", "moe_expert_capacity_factor"),
-        "an expert drops tokens of one row where those of others have used up its capacity",
+        "an expert drops tokens of one row if tokens of other rows have used up its capacity",
         _REMEDY,
     ),
     (
         ("jitter_noise", "input_jitter_noise", "moe_jitter_eps"),
         "its router multiplies the tokens of all rows by random numbers from one generator",
-        "load the model with 0 for it (router_jitter_noise=0, input_jitter_noise=0, or "
+        "load the model with this option set to 0 (router_jitter_noise=0, input_jitter_noise=0, or "
         "ffn_config.moe_jitter_eps=None); DP-SGD already adds noise",
     ),
 )
 
 
 def refuse_for_one_pass(model: nn.Module) -> None:
-    """Raise `GhostError` for a model whose units cannot be clipped in one backward pass for all of them."""
+    """Raise `GhostError` for a model whose units cannot be clipped in one joint backward pass."""
     _refuse_replicating(model)
     refuse_compiled(model)
     _refuse(model, _carries_over, says=_COUPLES)
@@ -61,7 +61,7 @@ def refuse_for_one_pass(model: nn.Module) -> None:
 
 
 def refuse_for_one_unit(model: nn.Module) -> None:
-    """Raise `GhostError` for a model in which the gradient of one unit depends on the units before it."""
+    """Raise `GhostError` for a model in which one unit's gradient depends on earlier units."""
     _refuse_replicating(model)
     _refuse(model, _statistics)
     _refuse(model, _switching)
@@ -73,41 +73,41 @@ def _refuse(
     error: type[GhostError] = GhostError,
     says: str = "",
 ) -> None:
-    """Raise an error for the first module that has a reason; it names the module's path and class."""
+    """Raise an error for the first module with a reason; the message has the module's path and class."""
     for path, module in model.named_modules():
         if (reason := reason_of(module)) is not None:
             raise error(f"{path or 'the model'} ({type(module).__name__}) {says}{reason}.")
 
 
 def _refuse_replicating(model: nn.Module) -> None:
-    """Raise `GhostError` for a model wrapped by replicas with their own reducer."""
+    """Raise `GhostError` for a model wrapped in replicas with their own reducer."""
     if isinstance(model, nn.DataParallel):
         raise GhostError(
-            "nn.DataParallel splits the batch, so that gradients cannot be assigned to rows. Use one process per "
-            "device instead."
+            "nn.DataParallel splits the batch, so gradients cannot be assigned to rows. Use one process per device "
+            "instead."
         )
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise GhostError(
-            "DistributedDataParallel reduces unclipped gradients with its own hooks. Give GhostClipper the model "
-            "inside (model.module); dpllm.engines.engine_for reduces the clipped sum."
+            "DistributedDataParallel reduces unclipped gradients with its own hooks. Pass the wrapped model "
+            "(model.module) to GhostClipper; dpllm.engines.engine_for reduces the clipped sum."
         )
 
 
 def refuse_compiled(model: nn.Module) -> None:
-    """Raise `GhostError` for a whole model that was compiled, by ``torch.compile(model)`` or ``model.compile()``."""
+    """Raise `GhostError` for a model compiled as a whole, by ``torch.compile(model)`` or ``model.compile()``."""
     if "_orig_mod" in model._modules or getattr(model, "_compiled_call_impl", None) is not None:
         raise NoRuleError(
-            "The model was compiled with torch.compile, and its graph may leave out the taps that compute the norms. "
-            "Give GhostClipper the model before compilation, train that one, and call GhostClipper.compile(), which "
-            "compiles its blocks; with DPTrainer, set TrainingArguments(torch_compile=True)."
+            "The model was compiled with torch.compile, and its graph may omit the taps that compute the norms. Pass "
+            "the uncompiled model to GhostClipper, train that one, and call GhostClipper.compile(), which compiles "
+            "its blocks. With DPTrainer, set TrainingArguments(torch_compile=True)."
         )
 
 
 def refuse_tensor_parallel(model: nn.Module) -> None:
-    """Raise `GhostError` for a model whose layers are divided over processes that compute the same rows together.
+    """Raise `GhostError` for a model whose layers are split over processes that compute the same rows together.
 
-    transformers divides by its ``tp_plan``, PyTorch by ``parallelize_module``. FSDP2 divides parameters too, and
-    gathers them for each layer.
+    transformers splits by its ``tp_plan``, PyTorch by ``parallelize_module``. FSDP2 splits parameters too, but gathers
+    them for each layer.
     """
     modules = list(model.modules())
     size = max(getattr(module, "_tp_size", None) or 1 for module in modules)
@@ -116,14 +116,14 @@ def refuse_tensor_parallel(model: nn.Module) -> None:
     if size > 1 or divided:
         what = f"{divided[0]} is divided over processes" if divided else f"tp_size={size}"
         raise GhostError(
-            f"The model is tensor-parallel ({what}): each process has a part of a unit's gradient, so a unit could not "
-            "be bounded there. Load the model without distributed_config and parallelize_module, and shard it with "
+            f"The model is tensor-parallel ({what}): each process has only a part of a unit's gradient, so it cannot "
+            "bound the unit. Load the model without distributed_config and parallelize_module, and shard it with "
             "FSDP2 (dpllm train --config fsdp2)."
         )
 
 
 def coupling(module: nn.Module) -> str | None:
-    """Return why a module couples rows by its scales, its noise or its choice of experts, and the remedy; or None.
+    """Return why a module couples rows by its scales, noise or choice of experts, with the remedy; None if it does not.
 
     >>> coupling(nn.Linear(2, 2)) is None
     True
@@ -142,11 +142,11 @@ def coupling(module: nn.Module) -> str | None:
     if getattr(module, "neftune_noise_alpha", None):
         return (
             f"NEFTune (neftune_noise_alpha={module.neftune_noise_alpha}) scales its noise by the padded length, which "
-            "other rows decide. Leave it out; DP-SGD already adds noise"
+            "depends on other rows. Remove it; DP-SGD already adds noise"
         )
     for pattern, reason in _NAMED:
         if re.fullmatch(pattern, type(module).__name__):
-            return f"{reason}, so the tokens of one row displace those of others; {_REMEDY}"
+            return f"{reason}, so tokens of one row displace tokens of other rows; {_REMEDY}"
     for names, reason, remedy in _OPTIONS:
         for name in names:
             value = vars(module).get(name)
@@ -156,7 +156,7 @@ def coupling(module: nn.Module) -> str | None:
 
 
 def _carries_over(module: nn.Module) -> str | None:
-    """Return why a module couples the rows of a batch that cannot be clipped one unit at a time either; or None."""
+    """Return why a module couples rows in a way that clipping one unit at a time cannot solve; None if it does not."""
     kind = type(module).__name__
     for pattern, statistics in (("(Lazy|Sync|Frozen)?_?BatchNorm.*", "batch"), ("InstanceNorm.*", "running")):
         if re.fullmatch(pattern, kind):
@@ -165,7 +165,7 @@ def _carries_over(module: nn.Module) -> str | None:
 
 
 def is_fp8(module: nn.Module) -> bool:
-    """Whether a module forms products in 8 bits, scaled by the largest activations of several tokens."""
+    """Return whether a module computes 8-bit products scaled by the largest activations of several tokens."""
     kind, library = type(module).__name__, type(module).__module__.partition(".")[0]
     if kind != "Float8Linear":  # of torchao
         return library in _FP8 and ("Linear" in kind or "MLP" in kind)
@@ -187,15 +187,15 @@ def is_packed(parameter: Any) -> bool:
     >>> is_packed(nn.Parameter(nn.Linear(2, 2).weight))
     False
     """
-    held = getattr(parameter, "data", parameter)  # torchao puts its tensor into an ordinary parameter
+    held = getattr(parameter, "data", parameter)  # torchao wraps its tensor in an ordinary parameter
     of_torchao = any(type(one).__module__.partition(".")[0] == "torchao" for one in (parameter, held))
     return type(parameter).__name__ in _PACKED or of_torchao
 
 
 def scales_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors beside a module's quantised weights that decide their values, by name.
+    """Return the tensors next to a module's quantised weights that determine their values, by name.
 
-    They are neither parameters nor buffers: block scales and code tables of 4-bit weights, row scales of 8-bit ones.
+    They are neither parameters nor buffers: block scales and code tables of 4-bit weights, row scales of 8-bit weights.
 
     >>> scales_of(nn.Linear(2, 2))
     {}
@@ -211,7 +211,7 @@ def scales_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _refuse_router_loss(config: Any, where: str = "config") -> None:
-    """Raise `NoRuleError` for a model that adds a loss over the loads of its experts, by its config or one inside."""
+    """Raise `NoRuleError` for a model that adds a loss over its experts' loads, by its config or a nested one."""
     if getattr(config, "output_router_logits", False):
         raise NoRuleError(
             f"The model adds a router loss over the batch ({where}.output_router_logits). Set it to False."
@@ -221,40 +221,40 @@ def _refuse_router_loss(config: Any, where: str = "config") -> None:
 
 
 def _refuse_skipped_layers(model: nn.Module) -> None:
-    """Raise `GhostError` where whole layers with trainable parameters are left out at random, without a gradient."""
+    """Raise `GhostError` if whole layers with trainable parameters are skipped at random, without a gradient."""
     holders = [(path, module) for path, module in model.named_modules() if "layerdrop" in vars(module)]
     for path, module in holders or [("the model's config", model)]:
         rate = module.layerdrop if holders else getattr(getattr(model, "config", None), "layerdrop", 0)
         if isinstance(rate, int | float) and rate > 0 and any(p.requires_grad for p in module.parameters()):
             raise NoRuleError(
-                f"{path} has layerdrop={rate}: whole layers are skipped at random, and their parameters then have no "
-                "gradient. Set layerdrop to 0 there (and in the model's config); use dropout instead."
+                f"{path} has layerdrop={rate}, which skips whole layers at random, so their parameters receive no "
+                "gradient. Set layerdrop to 0 there and in the model's config, and use dropout instead."
             )
 
 
 def _switching(module: nn.Module) -> str | None:
-    """Return why a module is refused that a short row switches to another attention, for all later rows.
+    """Return why a module is refused whose attention a short row would switch for all later rows; None if it is not.
 
-    BigBird and BigBird-Pegasus do (transformers, ``set_attention_type`` in their forward passes).
+    BigBird and BigBird-Pegasus do this (transformers, ``set_attention_type`` in their forward passes).
     """
     if vars(module).get("attention_type") != "block_sparse":
         return None
     return (
-        "leaves its block-sparse attention for good at the first batch of short rows, so one unit changes the "
-        'gradients of all later ones. Load the model with attention_type="original_full", or call its '
+        "permanently switches off block-sparse attention at the first batch of short rows, so one unit changes the "
+        'gradients of all later units. Load the model with attention_type="original_full", or call its '
         'set_attention_type("original_full")'
     )
 
 
 def _statistics(module: nn.Module) -> str | None:
-    """Return why a module is refused that keeps something of the rows it has seen, or shares it between processes."""
+    """Return why a module is refused that keeps statistics of past rows, or shares them between processes."""
     if isinstance(module, nn.SyncBatchNorm):
-        return "adds its statistics up over the processes, and so over units. Use layer or group normalisation"
+        return "sums its statistics over the processes, and so over units. Use layer or group normalisation"
     if getattr(module, "track_running_stats", False):
         return (
-            "keeps running statistics of the rows that it has seen; they would be saved without noise. Use layer "
-            "or group normalisation, or statistics that do not change (a FrozenBatchNorm)"
+            "keeps running statistics of the rows it has processed, and they would be saved without noise. Use layer "
+            "or group normalisation, or fixed statistics (a FrozenBatchNorm)"
         )
     if getattr(module, "max_norm", None) is not None and isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return "rewrites the rows of its table that a unit looks up (max_norm). Set max_norm=None"
-    return "scales its products by what it has seen before (fp8). Train in bf16" if is_fp8(module) else None
+    return "scales its products by earlier inputs (fp8). Train in bf16" if is_fp8(module) else None

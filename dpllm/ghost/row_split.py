@@ -1,8 +1,8 @@
-"""Modules that run row by row: exact for any module that computes each of its rows by itself.
+"""Run modules row by row: exact for any module that computes each of its rows independently.
 
-Each row gets its own copy of the parameters that no tap serves, so the gradients of the copies are those of the rows.
-Modules inside stay tapped; what they find in single rows is put together when the last of them has arrived. This costs
-as many launches as there are rows, in this module only.
+Each row gets its own copy of the parameters without a tap, so the copies' gradients are the rows' gradients. Inner
+modules stay tapped; the uses recorded in single rows are combined when the last of them has arrived. This costs one
+launch per row, in this module only.
 
 Shape suffixes: B rows.
 """
@@ -25,7 +25,7 @@ from dpllm.ghost.taps import Call, Host, NoTapError, SpreadSite, Target, call_of
 from dpllm.ghost.unit_gradients import Lookup, RowGradients, Use, sum_of
 
 Held = tuple[Target, list[tuple[nn.Module, str]]]
-"""A parameter, and the modules that hold it, each with the parameter's name there."""
+"""A parameter, and the modules that hold it, each with the parameter's attribute name."""
 
 
 class Split:
@@ -34,41 +34,41 @@ class Split:
     Args:
         host: the clipper.
         path: of the module.
-        held: the parameters, of which each row gets a copy.
+        held: the parameters that are copied for each row.
     """
 
     def __init__(self, host: Host, path: str, held: list[Held]) -> None:
         """Start without calls."""
         self.host, self.path, self.held = host, path, held
         self.targets = [target for target, _ in held]
-        self._without_rows: set[tuple] = set()  # arguments, by name, that were once seen without the rows of a call
+        self._without_rows: set[tuple] = set()  # arguments, by name, that were once passed without the call's rows
 
     def run(self, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        """Run the module's forward in a call of the model, row by row."""
+        """Run the module's forward during a call of the model, row by row."""
         call = call_of(self.host, self.path)
         if call is None:
             return forward(*args, **kwargs)
-        present = [  # not where a module around this one has put a copy
+        present = [  # unless an enclosing module has put a copy there
             (target, places)
             for target, places in self.held
             if all(is_own(target, module._parameters.get(name)) for module, name in places)
         ]
-        if call.place is not None:  # a module around this one runs row by row
+        if call.place is not None:  # an enclosing module runs row by row
             with _in_place(present, _copies(call, present, 1), 0):
                 return forward(*args, **kwargs)
         if len(call.packed.lengths) > 1:
-            raise NoTapError(self.targets, "the rows are packed, and the module would have to run row by row")
+            raise NoTapError(self.targets, "the rows are packed, so the module cannot run row by row")
         arguments = _Arguments(forward, without_cache(args), without_cache(kwargs), call.rows, self._without_rows)
         if not arguments.has_rows:
-            raise NoTapError(self.targets, f"no argument has {call.rows} rows first")
+            raise NoTapError(self.targets, f"no argument has {call.rows} rows as its first dimension")
         if arguments.flattens and call.host.in_forward:
             call.host.flattens(self.targets, "row by row")
         gathered, anchor = _Gathered(call), call.anchor
         copies = _copies(call, present, call.rows)
-        # In the order of autograd, the gate comes after everything that the rows have found.
+        # In autograd's order, the gate follows everything that the rows recorded.
         gate = _Gate.apply(anchor, gathered) if torch.is_grad_enabled() else anchor
         outputs = []
-        call.inside.append(self.targets)  # and stays there if the module raises
+        call.inside.append(self.targets)  # and remains if the module raises
         try:
             call.anchor, call.place = gate, gathered.add
             for row in range(call.rows):
@@ -83,7 +83,7 @@ class Split:
 
 
 def _copies(call: Call, present: Sequence[Held], rows: int) -> list[tuple[Tensor, ...]]:
-    """Return the copies of each parameter, one for each row."""
+    """Return the copies of each parameter, one per row."""
     copies = []
     for target, ((module, name), *_) in present:
         weight = module._parameters[name]
@@ -94,12 +94,12 @@ def _copies(call: Call, present: Sequence[Held], rows: int) -> list[tuple[Tensor
 
 @contextlib.contextmanager
 def _in_place(present: Sequence[Held], copies: Sequence[tuple[Tensor, ...]], row: int) -> Iterator[None]:
-    """Put the copies for a row in the places of the parameters, whose order in their modules stays."""
+    """Replace the parameters by a row's copies, keeping their order in the modules."""
     held: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for (_, places), copy in zip(present, copies, strict=True):
             for module, name in places:
-                # Recurrent layers keep their parameters in lists once more, and write to them.
+                # Recurrent layers hold their parameters in additional lists, and write to them.
                 for attribute in ("_flat_weights", "_flat_weight_refs"):
                     if isinstance(module, nn.RNNBase) and attribute in vars(module):
                         held.append((module.__dict__, attribute, vars(module)[attribute]))
@@ -113,7 +113,7 @@ def _in_place(present: Sequence[Held], copies: Sequence[tuple[Tensor, ...]], row
 
 
 class _Gate(torch.autograd.Function):
-    """An anchor whose backward runs after that of everything that it anchors."""
+    """An anchor whose backward runs after everything that it anchors."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, gathered: _Gathered) -> Tensor:
@@ -128,25 +128,25 @@ class _Gate(torch.autograd.Function):
 
 
 class _Gathered:
-    """The uses that were found in single rows of one call of a module."""
+    """The uses recorded in single rows of one call of a module."""
 
     def __init__(self, call: Call) -> None:
         self._host, self._rows = call.host, call.rows
         self._found: dict[tuple[Target, type], dict[int, list[Use]]] = {}
 
     def add(self, target: Target, row: int, use: Use) -> None:
-        """Take the use of one row."""
+        """Record the use of one row."""
         self._found.setdefault((target, type(use)), {}).setdefault(row, []).append(use)
 
     def hand_over(self) -> None:
-        """Give the clipper one use for all rows of each parameter."""
+        """Pass the clipper one use over all rows for each parameter."""
         found, self._found = self._found, {}
         for (target, _), by_row in found.items():
             self._host.record(target, _together(by_row, self._rows))
 
 
 def _together(by_row: dict[int, list[Any]], rows: int) -> Use:
-    """Return one use of all rows, from the uses in single rows; a row that has none gets zeros."""
+    """Combine the uses of single rows into one use over all rows; a row without a use gets zeros."""
     like = next(iter(by_row.values()))[0]
     if isinstance(like, RowGradients):
         none = torch.zeros_like(like.value_B)
@@ -171,11 +171,11 @@ def _together(by_row: dict[int, list[Any]], rows: int) -> Use:
 
 
 class _Arguments:
-    """The arguments of a call, cut into rows.
+    """The arguments of a call, split into rows.
 
-    An argument has rows if its first dimension has as many entries as the call has rows. Where tokens are as many as
-    rows, this says nothing; but then an argument that was seen without rows before, such as positions (T,), has none.
-    An argument goes by its name, since others may be left out in one call and given in another.
+    An argument has rows if its first dimension equals the number of the call's rows. If there are as many tokens as
+    rows, this is ambiguous; an argument that was once passed without rows, such as positions (T,), then has none. An
+    argument is identified by its name, since calls may omit others.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class _Arguments:
             if rows > 1 and size != rows and (some_have or not (size and size % rows == 0)):
                 without_rows.add(path)
         whole = [size == rows and path not in without_rows for path, size in paths]
-        # Rows and tokens in one dimension, rows first: only where no argument has the rows themselves.
+        # Rows and tokens in one dimension, rows first: only if no argument has the rows themselves.
         flat = [0 if any(whole) or size % rows else size // rows for _, size in paths]
         self._each = [1 if has else n for has, n in zip(whole, flat, strict=True)]
         self._parts, self.has_rows = [args, kwargs], any(self._each)
@@ -218,7 +218,7 @@ def _names_of(forward: Callable[..., Any]) -> list[str]:
 
 
 def without_cache(value: Any) -> Any:
-    """Replace empty key-value caches by None: one row after another would be taken for the next tokens of the first."""
+    """Replace empty key-value caches by None; otherwise each row would continue the tokens of the first."""
     length = getattr(value, "get_seq_length", None)
     if callable(length):
         return None if length() == 0 else value
@@ -226,7 +226,7 @@ def without_cache(value: Any) -> Any:
 
 
 def joined(outputs: Sequence[Any]) -> Any:
-    """Return the outputs of all rows as one output, in the nesting of the first."""
+    """Return the outputs of all rows as one output, nested like the first."""
     first = outputs[0]
     if isinstance(first, Tensor):
         return torch.cat(list(outputs)) if first.ndim else sum_of(outputs)

@@ -1,7 +1,7 @@
-"""A model with taps: its calls, and the backward passes that may reach it.
+"""A model with taps: its calls, and its clipper's backward passes.
 
-Two hooks on the model itself mark the beginning and the end of a call. No module inside has one. The first call, and
-later ones that show more, settle how each module is tapped (`dpllm.ghost.weights_check`).
+Two hooks on the model itself mark the beginning and the end of a call; no inner module has one. The first call, and
+later ones with new layouts, determine how each module is tapped (`dpllm.ghost.weights_check`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class _RootHook:
-    """A hook on the model; a copy or a pickle of the model has one that does nothing, and needs no clipper."""
+    """A hook on the model; in a copy or a pickle of the model it does nothing, and needs no clipper."""
 
     def __init__(self, owner: TappedModel, run: Callable[..., Any]) -> None:
         self.owner, self._run = owner, run
@@ -42,10 +42,10 @@ class _RootHook:
 
 
 def refuse_clipped(modules: Iterable[nn.Module], other_than: TappedModel | None = None) -> None:
-    """Make sure that no clipper is attached to these modules, except one.
+    """Check that no clipper is attached to these modules, except one.
 
     Raises:
-        GhostError: one is: it would get the gradients of another one's losses.
+        GhostError: a different clipper is attached, and would receive the gradients of this one's losses.
     """
     hooks = (hook for module in modules for hook in module._forward_pre_hooks.values())
     if any(isinstance(hook, _RootHook) and hook.owner is not other_than for hook in hooks):
@@ -56,25 +56,25 @@ class TappedModel:
     """The taps of one model; it is their `dpllm.ghost.taps.Host`.
 
     Args:
-        model: any module whose inputs and outputs have the rows of the batch first.
+        model: any module whose inputs and outputs have the batch's rows first.
         trained: its trained parameters.
-        receiver: takes what the taps hand over.
+        receiver: receives the taps' uses.
 
     Attributes:
         call: the last call of the model, until its backward pass ends.
-        calls: since the last backward pass.
-        in_forward: whether the model's forward pass runs.
-        in_backward: whether a backward pass of the clipper runs.
+        calls: the calls since the last backward pass.
+        in_forward: whether the model's forward pass is running.
+        in_backward: whether a backward pass of the clipper is running.
         uses: how often these calls used each parameter, by its name.
-        ladder: which module is tapped in which way.
-        blocks: which are compiled.
+        ladder: how each module is tapped.
+        blocks: the compiled blocks.
 
     Raises:
         GhostError: see `dpllm.ghost.attach.Ladder`.
     """
 
     def __init__(self, model: nn.Module, trained: TrainedParameters, receiver: GhostClipper) -> None:
-        """Find what is trained; modules are swapped in the first call of the model."""
+        """Find the trained parameters; modules are swapped in the model's first call."""
         self.model, self.trained, self.receiver = model, trained, receiver
         self.record = receiver.record
         self.call: Call | None = None
@@ -83,12 +83,12 @@ class TappedModel:
         self.uses: Counter[str] = Counter()
         self._uses_before: Counter[str] = Counter()  # this call of the model
         self._is_first = True  # of the calls for a loss
-        self._is_stale = False  # whether modules are tapped in another way than in an earlier call for the same loss
-        # Ways of parameters whose modules got several tokens of each row in their first dimension in this call only.
+        self._is_stale = False  # whether modules are tapped differently than in an earlier call for the same loss
+        # Taps of parameters whose modules got several tokens of each row in their first dimension only in this call.
         self._unseen: set[tuple[str, int, str]] = set()
-        self._is_own = False  # whether the model is called once more from within
+        self._is_own = False  # whether the model is called again from within
         self._computes_again = False  # because its own forward was swapped after the call had begun
-        self._is_settled = False  # whether no later call, on no process, can show more
+        self._is_settled = False  # whether no later call, on any process, can reveal more
         self.ladder = Ladder(model, self, trained.by_name)
         self.blocks = Blocks(model, self, self.ladder)
         self._check = WeightsCheck(self)
@@ -100,13 +100,13 @@ class TappedModel:
             self._handles += [p.register_hook(self._guard(name)) for name, p in trained.by_name.items()]
 
     def _guard(self, name: str) -> Callable[[Tensor | None], None]:
-        """Return a hook that raises for a gradient of a parameter, before DeepSpeed's own hook takes the gradient."""
+        """Return a hook that raises for a parameter's gradient, before DeepSpeed's own hook receives it."""
 
         def refuse(gradient: Tensor | None) -> None:
-            if gradient is not None and self.in_backward:  # engines may hand in sums through autograd at other times
+            if gradient is not None and self.in_backward:  # engines may pass sums through autograd at other times
                 raise MissedUseError(name)
 
-        refuse.is_guard = True  # type: ignore[attr-defined]  # for other clippers of models that share the parameter
+        refuse.is_guard = True  # type: ignore[attr-defined]  # for clippers of other models that share the parameter
         return refuse
 
     # ------------------------------------------------------------------------------------ interface for taps
@@ -114,15 +114,15 @@ class TappedModel:
     def expect(self, parameter: nn.Parameter) -> None:
         """See `dpllm.ghost.GhostClipper.expect`."""
         if not self.in_forward or self._check.runs:
-            raise GhostError("A use of a parameter is announced outside a call of the model. Announce it within.")
+            raise GhostError("A parameter use is announced outside a call of the model. Announce it during the call.")
         self.uses[self.ladder.target_of(parameter).name] += 1
 
     def refuse_bypass(self, path: str) -> None:
         """See `dpllm.ghost.taps.Host`."""
         if not WeightsCheck.plain_passes:
             raise NoRuleError(
-                f"{path} was called directly, with gradients on. Call the model given to GhostClipper, so that every "
-                "use of a parameter is seen; wrap evaluation in torch.no_grad()."
+                f"{path} was called directly, with gradients enabled. Call the model passed to GhostClipper, so that "
+                "every parameter use is seen; wrap evaluation in torch.no_grad()."
             )
 
     def flattens(self, targets: Sequence[Target], way: str = "tap") -> None:
@@ -132,7 +132,7 @@ class TappedModel:
             self._check.flat |= found
         elif not self.trained.sharded and not found <= self._check.flat:
             if not self.in_forward:
-                raise NoTapError(targets, "several tokens of each row are in the first dimension of a module's tensor")
+                raise NoTapError(targets, "a module's tensor has several tokens of each row in its first dimension")
             self._unseen |= found
 
     # ------------------------------------------------------------------------------------------------- calls
@@ -157,15 +157,15 @@ class TappedModel:
         self.start(self.calls.rows or 1)
 
     def start(self, rows: int) -> None:
-        """Begin a call whose inputs have these rows."""
+        """Begin a call with these input rows."""
         packed, lengths = self.calls.packed, self.calls.lengths
         self.call, self.in_forward = Call(self, rows, packed, lengths, settles=self._check.runs), True
         self.receiver.begin_call(self.call)
 
     def own(self, inputs: Inputs) -> Any:
-        """Call the model once more; its hooks do not take it for another call."""
+        """Call the model again, without its hooks treating this as a separate call."""
         self._is_own = True
-        # DeepSpeed's hook on the model ends the record of the order in which ZeRO-3 gathers. A record of a forward pass
+        # DeepSpeed's hook on the model ends the recorded order in which ZeRO-3 gathers. A record of a forward pass
         # alone would make it release each weight after its forward, in all later steps (its sets are cached).
         is_partitioned = any(hasattr(p, "ds_id") for p in self.trained.by_name.values())
         run: Any = self.model.forward if is_partitioned and not self.model._parameters else self.model
@@ -185,11 +185,11 @@ class TappedModel:
         return output
 
     def _compute_again(self, inputs: Inputs) -> Any:
-        """Repeat a call of the model, after a comparison if a module got its rows as in none before."""
+        """Repeat a call of the model, after a comparison if a module got its rows in a new layout."""
         if self._unseen:
             unseen = self._unseen.copy()
             self._settle(inputs)
-            self._check.flat |= unseen  # a few rows may not show it again
+            self._check.flat |= unseen  # a few rows may not reproduce it
             self.receiver.check_rows_again()
             if self._is_first:
                 self.blocks.attach()
@@ -198,7 +198,7 @@ class TappedModel:
         return self.own(inputs)
 
     def break_off(self) -> None:
-        """End a call of the model that Ctrl-C broke off: PyTorch runs hooks after an `Exception` only."""
+        """End a call of the model that Ctrl-C interrupted: PyTorch runs hooks only after an `Exception`."""
         self.in_forward, self.call = False, None
 
     def stop(self) -> None:
@@ -209,7 +209,7 @@ class TappedModel:
             self.call.forget()
 
     def prepare(self, kwargs: dict) -> None:
-        """Settle the ladder for a call with these inputs, before the first call of a loss."""
+        """Choose the rungs for a call with these inputs, before the first call of a loss."""
         rows = rows_of_call((), kwargs)
         if rows is not None and not self._check.covers(rows, tokens_of_call((), kwargs), is_packed=False):
             self._is_first = self.calls.begin((), kwargs)
@@ -219,14 +219,15 @@ class TappedModel:
                 self.calls.spend()
 
     def _settle_once(self, args: tuple, kwargs: dict, again: bool = False) -> None:
-        """Settle the ladder if no call before showed as much, or once more."""
+        """Choose the rungs if no previous call was as informative, or again on request."""
         packed = len(self.calls.packed.lengths)
         rows = packed or self.calls.rows
         if rows is None:
             return
         needed = again or not self._check.covers(rows, self.calls.tokens, packed > 0)
         if self.receiver.any_of is not None and not self._is_settled:
-            # A comparison runs the model again, in which processes that shard it communicate: all of them, or none.
+            # A comparison runs the model again, and processes that shard it communicate then: all of them run it, or
+            # none.
             needed, is_open = self.receiver.any_of([needed, not self._check.covers(2, 2, packed > 0)])
             self._is_settled = not needed and not is_open
         if needed:
@@ -243,10 +244,10 @@ class TappedModel:
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        """Enter a backward pass of the clipper, in which recomputed modules are tapped.
+        """Enter a backward pass of the clipper, with taps in recomputed modules.
 
         Raises:
-            MissedUseError: a gradient of a sharded parameter was written.
+            MissedUseError: a sharded parameter's gradient was written.
         """
         watched = dict(self.trained.by_name) if self.trained.sharded else {}
         before = {name: state_of_gradient(parameter) for name, parameter in watched.items()}
@@ -259,8 +260,8 @@ class TappedModel:
             if self._check.runs:
                 raise
             raise NoRuleError(
-                f"{error}. When the taps were compared with the model it was not so. Differentiate each loss before "
-                "the model is called for the next one, or freeze these parameters."
+                f"{error}. This differs from the call in which the taps were compared with the model. Run backward for "
+                "each loss before the next call of the model, or freeze these parameters."
             ) from error
         finally:
             self.in_backward = False
@@ -270,7 +271,7 @@ class TappedModel:
                 raise MissedUseError(name)
 
     def remove(self) -> None:
-        """Give every module its class back, and remove the hooks."""
+        """Restore every module's class, and remove the hooks."""
         self.break_off()
         for handle in self._handles:
             handle.remove()
@@ -281,15 +282,15 @@ class TappedModel:
 
 @contextlib.contextmanager
 def _refused_recomputation(model: nn.Module) -> Iterator[None]:
-    """Refuse to run modules again in a backward pass, where their taps are not those of their forward pass."""
+    """Refuse recomputation of modules in a backward pass whose taps have changed since their forward pass."""
     own = {id(module) for module in model.modules()}
 
     def refuse(module: nn.Module, _: tuple) -> None:
         if id(module) in own:
             raise GhostError(
-                "A call of the model for this loss had rows and tokens in a shape that no call before had, so the "
-                "taps were compared with plain autograd and chosen again. Activation checkpointing now recomputes "
-                "an earlier call. Compute the losses again: the taps fit all of these calls now."
+                "A model call for this loss had rows and tokens in a new shape, so the taps were compared with plain "
+                "autograd and chosen again, and activation checkpointing now recomputes an earlier call with the new "
+                "taps. Compute the losses again: the taps now fit all of these calls."
             )
 
     handle = register_module_forward_pre_hook(refuse)

@@ -1,14 +1,14 @@
-"""Taps: modules that hand over what the gradients of their rows are made of, in one backward pass and without hooks.
+"""Taps: modules that record what their rows' gradients consist of, in one backward pass and without hooks.
 
 While a clipper is attached, a module with trained parameters has a subclass of its own class (`dpllm.ghost.attach`).
-Its forward calls an autograd function with the weight *detached*: autograd computes nothing for the weight, and the
-function's backward hands its input and output gradient to the clipper. So a gradient that reaches a trained parameter
-is a use that no tap saw, and an error.
+Its forward calls an autograd function with the weight *detached*: autograd computes no weight gradient, and the
+function's backward passes its input and output gradient to the clipper. A gradient that reaches a trained parameter
+therefore belongs to a use without a tap, and is an error.
 
-* Eager modules hand over directly, for any shape and any number of calls. An *anchor* that requires grad makes the
-  function a part of the graph where its input is not.
-* A compiled block may have no side effect. Its functions return the same tensors as the gradients of *leaves*, outputs
-  of one `Sink` that is made just before the compiled forward (`dpllm.ghost.blocks`). Leaves take no memory.
+* Eager modules pass their tensors on directly, for any shape and any number of calls. An *anchor* that requires grad
+  makes the function part of the graph if its input is not.
+* A compiled block may have no side effects. Its functions return the same tensors as the gradients of *leaves*, outputs
+  of one `Sink` that is created just before the compiled forward (`dpllm.ghost.blocks`). Leaves take no memory.
 
 Shape suffixes: B rows, T tokens, D inputs, P outputs.
 """
@@ -34,10 +34,10 @@ from dpllm.ghost.model_calls import PackedRows
 from dpllm.ghost.unit_gradients import Lookup, Outer, RowGradients, Use
 
 LINEAR: Any = torch._C._nn.linear
-"""DeepSpeed's ``zero.Init`` replaces ``F.linear``, for good, by a function that no mode sees."""
+"""DeepSpeed's ``zero.Init`` permanently replaces ``F.linear`` by a function that no mode intercepts."""
 
 AUTOCAST = (torch.float32, torch.bfloat16, torch.float16)
-_KEPT = 2  # inputs in the dtype of autocast: one that several layers read, and one that a layer between them read
+_KEPT = 2  # inputs in the autocast dtype: one that several layers read, and one read by a layer between them
 
 
 class Target(NamedTuple):
@@ -48,14 +48,14 @@ class Target(NamedTuple):
 
     @property
     def shape(self) -> torch.Size:
-        """The whole shape: ZeRO-3 leaves a parameter without entries between its uses."""
+        """The full shape: ZeRO-3 leaves a parameter without entries between its uses."""
         return torch.Size(getattr(self.parameter, "ds_shape", self.parameter.shape))
 
 
 def is_own(target: Target | None, tensor: Any) -> bool:
-    """Whether a tensor in the place of a parameter is the parameter, or what FSDP2 gathered of it.
+    """Return whether a tensor in a parameter's place is the parameter, or what FSDP2 gathered of it.
 
-    Another one (``torch.func.functional_call``) stays in autograd: its gradient is not that of the parameter.
+    A different tensor (``torch.func.functional_call``) stays in autograd: its gradient is not the parameter's.
     """
     if target is None or tensor is None:
         return tensor is None or not tensor.requires_grad
@@ -63,13 +63,13 @@ def is_own(target: Target | None, tensor: Any) -> bool:
 
 
 class Host(Protocol):
-    """What taps need of the clipper that they hand over to.
+    """The interface of the clipper that taps use.
 
     Attributes:
-        call: the call of the model that runs, or whose graph is being differentiated; None: neither.
-        in_forward: whether the model's forward pass runs.
-        in_backward: whether a backward pass of the clipper runs, in which modules may be recomputed.
-        uses: how often the calls of the model used each parameter, by its name.
+        call: the model call that is running, or whose graph is in its backward pass; None: neither.
+        in_forward: whether the model's forward pass is running.
+        in_backward: whether a backward pass of the clipper is running, in which modules may be recomputed.
+        uses: how often the model's calls used each parameter, by its name.
     """
 
     call: Call | None
@@ -78,37 +78,37 @@ class Host(Protocol):
     uses: Counter[str]
 
     def record(self, target: Target, use: Use) -> None:
-        """Take the contribution of one use of a parameter to the gradient of each row.
+        """Receive the contribution of one use of a parameter to the gradient of each row.
 
         Raises:
-            GhostError: the backward pass is not one of the clipper.
+            GhostError: the backward pass is not the clipper's.
         """
         ...
 
     def refuse_bypass(self, path: str) -> None:
-        """Raise `GhostError`: a module with trained parameters is called outside the model, with gradients on."""
+        """Raise `GhostError`: a module with trained parameters is called outside the model, with gradients enabled."""
         ...
 
     def flattens(self, targets: Sequence[Target], way: str = "tap") -> None:
-        """Note that a module gets several tokens of each row in its first dimension.
+        """Record that a module gets several tokens of each row in its first dimension.
 
-        Whether the rows come first there is known only where the taps were compared with the model in such a call.
+        The row order is known there only if the taps were compared with the model in such a call.
 
         Args:
-            targets: the parameters of the module.
+            targets: the module's parameters.
             way: how it is tapped.
 
         Raises:
-            NoTapError: they were not, and the backward pass has begun.
+            NoTapError: they were not compared, and the backward pass has begun.
         """
         ...
 
 
 class NoTapError(RuntimeError):
-    """A module whose tensors do not show their rows: it has to run row by row, or the module around it."""
+    """A module whose tensors do not show their rows: it, or an enclosing module, must run row by row."""
 
     def __init__(self, targets: Sequence[Target], reason: str) -> None:
-        """Name the parameters that need another way."""
+        """Name the parameters that need a different rung."""
         super().__init__(f"{', '.join(target.name for target in targets)}: {reason}")
         self.targets = list(targets)
 
@@ -119,17 +119,18 @@ class Call:
 
     Attributes:
         host: the clipper.
-        rows: of the call's inputs.
+        rows: the number of rows in the call's inputs.
         packed: how rows are laid end to end.
-        tokens: the numbers of tokens that the inputs of the call have.
+        tokens: the token counts of the call's inputs.
         settles: whether the taps are being compared with the model.
         anchor: a scalar that requires a gradient and gets none.
-        place: takes uses, each with its row, while one row runs alone (`dpllm.ghost.row_split`); None: the host does.
-        row: the number of that row.
+        place: collects uses, each with its row, while one row runs alone (`dpllm.ghost.row_split`); None: the host
+            does.
+        row: the index of that row.
         poisoned_B: packed rows whose outputs become NaN, for a check; None: none.
-        inside: the parameters of the modules that run row by row now.
+        inside: the parameters of the modules that are running row by row.
         autocast: the dtype of products under autocast, once one was computed; None: not yet, or without autocast.
-        widened: tables whose index was the same for all rows, so that their output got the rows of the call.
+        widened: tables whose index was the same for all rows, so that their output was expanded to the call's rows.
     """
 
     host: Host
@@ -148,30 +149,30 @@ class Call:
 
     @property
     def rows_together(self) -> int:
-        """Rows that a module gets now."""
+        """The number of rows that a module receives at once."""
         return self.rows if self.place is None else 1
 
     def count(self, *targets: Target | None) -> None:
-        """Count a use of parameters: in the forward pass, and not again where it is recomputed."""
+        """Count a use of parameters in the forward pass, but not in its recomputation."""
         if self.host.in_forward:
             for target in targets:
                 if target is not None:
                     self.host.uses[target.name] += 1
 
     def note(self, shape: Sequence[int], *targets: Target | None) -> None:
-        """Note an input of a module that has several tokens of each row in its first dimension."""
+        """Record an input of a module that has several tokens of each row in its first dimension."""
         is_alone = self.place is not None or self.packed.lengths or self.rows == 1
         if not is_alone and shape[0] != self.rows and shape[0] % self.rows == 0 and self.host.in_forward:
             self.host.flattens([target for target in targets if target is not None])
 
     def poison(self, y: Tensor) -> Tensor:
-        """Fill the packed rows that a check wants to see in no other row."""
+        """Fill the packed rows that a check must not find in any other row."""
         return y if self.poisoned_B is None else self.packed.fill(y, self.poisoned_B, math.nan)
 
     def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return an input in the dtype of autocast; layers that read one tensor get one tensor.
+        """Return an input in the autocast dtype; layers that read the same tensor get the same cast tensor.
 
-        Their inputs then share a Gram matrix, and one copy is kept.
+        Their inputs then share a Gram matrix, and only one copy is kept.
         """
         with_grad = torch.is_grad_enabled()
         for known, version, had_grad, made in self._recent:
@@ -182,7 +183,7 @@ class Call:
         return made
 
     def by_rows(self, x: Tensor) -> Tensor:
-        """View a tensor of a module as (B, T, ...): rows and tokens that it flattens, packed rows, one row alone."""
+        """View a module's tensor as (B, T, ...): from flattened rows and tokens, packed rows, or a single row."""
         if self.place is not None:
             return x
         if self.packed.lengths:
@@ -192,16 +193,16 @@ class Call:
         return x
 
     def forget(self) -> None:
-        """Release tensors that are kept for other layers."""
+        """Release the tensors that are cached for other layers."""
         self._recent = []
 
 
 class Hand:
-    """Gives what one use of a module's parameters found to the clipper.
+    """Passes the results of one use of a module's parameters to the clipper.
 
     Attributes:
         call: the call of the model.
-        receive: takes this object, the output gradient and the tensors that were saved.
+        receive: called with this object, the output gradient and the saved tensors.
         place: see `Call.place`.
         row: see `Call.row`.
         flattens: whether a tensor of the module has several tokens of each row in its first dimension.
@@ -212,19 +213,18 @@ class Hand:
     __slots__ = ("call", "flattens", "place", "receive", "row", "weight")
 
     def __init__(self, call: Call, receive: Callable[..., None], weight: Any = None) -> None:
-        """Keep the state of the call."""
+        """Store the state of the call."""
         if torch._C._are_functorch_transforms_active():
             raise NoRuleError(
-                "The model calls a module with trained parameters within a transform of torch.func (vmap, grad, jvp), "
-                "where gradients of rows cannot be seen. Call the module outside the transform, or freeze its "
-                "parameters."
+                "The model calls a module with trained parameters inside a torch.func transform (vmap, grad, jvp), "
+                "which hides the rows' gradients. Call the module outside the transform, or freeze its parameters."
             )
         self.call, self.receive, self.place, self.row = call, receive, call.place, call.row
         self.flattens = False
         self.weight = weight if hasattr(weight, "ds_id") else None
 
     def give(self, target: Target, use: Use) -> None:
-        """Give one use of a parameter."""
+        """Pass on one use of a parameter."""
         if self.place is None:
             if self.flattens:
                 self.call.host.flattens([target])
@@ -269,18 +269,18 @@ def as_tokens(x: Tensor) -> Tensor:
 
 
 class Sink(torch.autograd.Function):
-    """Gives leaves like these tensors, and hands over their gradients, once."""
+    """Creates leaves like these tensors, and passes on their gradients, once."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, hand: Hand, like: Sequence[Tensor]) -> Any:
-        """Make the leaves: views of ``like``, which take no memory if it has none."""
+        """Create the leaves: views of ``like``, which take no memory if it has none."""
         ctx.hand = hand
         ctx.set_materialize_grads(False)
         return tuple([x.detach() for x in like])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        """Hand the gradients over."""
+        """Pass on the gradients."""
         ctx.hand.receive(ctx.hand, grads)
         return None, None, None
 
@@ -290,14 +290,14 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, is_transposed: bool)
     y: Tensor = LINEAR(x, weight.mT if is_transposed else weight, bias)
     if torch.compiler.is_compiling() or not y._is_view():
         return y
-    return torch.ops.aten._unsafe_view(y, y.shape)  # the model may write to it in place
+    return torch.ops.aten._unsafe_view(y, y.shape)  # the model may modify it in place
 
 
 def saved_by(ctx: Any) -> tuple[Tensor, ...]:
-    """Return the saved tensors of a tap.
+    """Return a tap's saved tensors.
 
     Raises:
-        NoRuleError: the model wrote to one of them.
+        NoRuleError: the model modified one of them.
     """
     try:
         return ctx.saved_tensors
@@ -305,13 +305,13 @@ def saved_by(ctx: Any) -> tuple[Tensor, ...]:
         if "modified by an inplace operation" not in str(error):
             raise
         raise NoRuleError(
-            f"The model changed the input of a trained module in place after the module had read it ({error}). "
-            "Replace the operation by one that returns a new tensor (x = x + y), or freeze the module."
+            f"The model modified a trained module's input in place after the module had read it ({error}). Replace the "
+            "operation with one that returns a new tensor (x = x + y), or freeze the module."
         ) from error
 
 
 class _OuterTap(torch.autograd.Function):
-    """y = x W^T + b in an eager module; input and output gradient are handed over."""
+    """y = x W^T + b in an eager module, which records input and output gradient."""
 
     @staticmethod
     def forward(
@@ -333,9 +333,9 @@ class _OuterTap(torch.autograd.Function):
 
 
 class _Tap(torch.autograd.Function):
-    """What ``compute`` returns; its gradient and the saved tensors are handed over.
+    """Returns the result of ``compute``, and records its gradient with the saved tensors.
 
-    ``x`` is the output of a module that computes it by itself; None: there is no gradient for anything but parameters.
+    ``x`` is the output of a module that computes itself; None: only parameters have a gradient.
     """
 
     @staticmethod
@@ -349,13 +349,13 @@ class _Tap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
         saved = saved_by(ctx)
-        if grad is not None:  # of a function without a derivative for the parameter, which then counts as untrained
+        if grad is not None:  # otherwise the function has no derivative for the parameter, which counts as untrained
             ctx.hand.receive(ctx.hand, grad, *saved)
         return grad if ctx.needs_input_grad[0] else None, None, None, None, *(None for _ in saved)
 
 
 def apply_of(function: Any) -> Any:
-    """`Function.apply` without its search for transforms of torch.func, which takes as long as the rest of a tap."""
+    """Return `Function.apply` without its search for torch.func transforms, which is as slow as the rest of a tap."""
     return super(torch.autograd.Function, function).apply
 
 
@@ -365,10 +365,10 @@ _outer, _tap, sink = apply_of(_OuterTap), apply_of(_Tap), apply_of(Sink)
 def tap_output(
     call: Call, output: Tensor, receive: Callable[[Hand, Tensor, list[Tensor]], None], *saved: Tensor
 ) -> Tensor:
-    """Return an output such that its backward calls ``receive(hand, gradient, saved tensors)``.
+    """Return an output whose backward calls ``receive(hand, gradient, saved tensors)``.
 
     Args:
-        call: of the model.
+        call: the call of the model.
         output: of a module that detached its trained parameters.
         receive: called once per backward pass through this use.
         saved: kept for that call, and freed and recomputed by activation checkpointing like any other tensor.
@@ -380,7 +380,7 @@ def tap_output(
 
 
 class LeafError(RuntimeError):
-    """A compiled block calls a module with an input, or as often, as its leaves were not made for."""
+    """A compiled block calls a module with an input, or a number of times, that its leaves were not made for."""
 
 
 class _OuterLeaves(torch.autograd.Function):
@@ -391,9 +391,9 @@ class _OuterLeaves(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, leaf_x: Tensor, leaf_y: Tensor, is_transposed: bool
     ) -> Tensor:
         if leaf_y.shape[:-1] != x.shape[:-1] or leaf_x.shape != x.shape:  # autograd would sum silently
-            raise LeafError("a module met an input of another shape than its leaf")
+            raise LeafError("a module's input has a different shape than its leaf")
         if leaf_x.dtype != x.dtype:  # and cast silently
-            raise LeafError("a module met an input of another dtype than its leaf")
+            raise LeafError("a module's input has a different dtype than its leaf")
         ctx.is_transposed = is_transposed
         ctx.save_for_backward(x, weight)
         return product(x, weight, bias, is_transposed)
@@ -406,7 +406,7 @@ class _OuterLeaves(torch.autograd.Function):
 
 
 class _SpreadLeaf(torch.autograd.Function):
-    """One copy of a parameter for each row in a compiled block: the copies' gradients are those of a leaf."""
+    """One copy of a parameter per row in a compiled block: the copies' gradients are those of a leaf."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, leaf: Tensor) -> Tensor:
@@ -428,7 +428,7 @@ class LinearSite:
         weight: None if it is frozen.
         bias: None if it is frozen, or there is none.
         is_transposed: whether the weight is (inputs, outputs), as in ``Conv1D`` of transformers.
-        frozen: the ids of the module's parameters that are frozen. One that is unfrozen later stays out of autograd.
+        frozen: the ids of the module's frozen parameters. One that is unfrozen later stays out of autograd.
         follows: whether it gets all tokens of the call, with the rows first, in one dimension.
     """
 
@@ -444,13 +444,13 @@ class LinearSite:
         return [target for target in (self.weight, self.bias) if target is not None]
 
     def serves(self, weight: Tensor, bias: Tensor | None) -> bool:
-        """Whether these are the parameters, and no others in their places."""
+        """Return whether these tensors are the site's own parameters."""
         return (is_own(self.weight, weight) or id(weight) in self.frozen) and (
             is_own(self.bias, bias) or id(bias) in self.frozen
         )
 
     def receive(self, hand: Hand, grad: Tensor, x: Tensor) -> None:
-        """Take the output gradient and the input of one call."""
+        """Record the output gradient and the input of one call."""
         if hand.has_rows and x.shape[0] != hand.call.rows:
             self._check(hand.call, x)
         grad = hand.view(grad)
@@ -462,28 +462,28 @@ class LinearSite:
             hand.give(self.weight, Outer(left, right, "left" if self.is_transposed else "right"))
 
     def _check(self, call: Call, x: Tensor) -> None:
-        """Make sure that an input that does not have the rows first has rows and tokens in one dimension.
+        """Check that an input without rows first has rows and tokens in one dimension.
 
-        In the backward pass, because a module may be called for something without a gradient (the norms of DoRA). A
-        module may also get the tokens that are not masked; where none was masked in the first call, rows could not be
-        told in a later one.
+        Runs in the backward pass, because a module may be called for a result without a gradient (the norms of DoRA).
+        A module may also get only the unmasked tokens; if none was masked in the first call, rows could not be
+        distinguished in a later one.
 
         Raises:
-            NoTapError: it has not, or it had all tokens when the taps were compared, and has other ones now.
+            NoTapError: it does not, or it had all tokens when the taps were compared, but now has different ones.
         """
         if x.ndim > 2 or x.shape[0] % call.rows:
-            raise NoTapError(self.targets, f"an input of shape {tuple(x.shape)} does not have {call.rows} rows first")
+            raise NoTapError(self.targets, f"an input of shape {tuple(x.shape)} does not begin with {call.rows} rows")
         if x.ndim == 2:
             has_all = x.shape[0] // call.rows in call.tokens
             if call.settles:
                 self.follows = has_all
             elif self.follows and not has_all:
                 raise NoTapError(
-                    self.targets, f"an input of shape {tuple(x.shape)} has other tokens than the {call.rows} rows"
+                    self.targets, f"an input of shape {tuple(x.shape)} has different tokens than the {call.rows} rows"
                 )
 
     def run(self, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute the product in one call of the model."""
+        """Compute the product during a call of the model."""
         call.count(self.weight, self.bias)
         if x.ndim and x.shape[0] != call.rows:
             call.note(x.shape, self.weight, self.bias)
@@ -517,33 +517,33 @@ class TableSite:
         return [self.weight]
 
     def receive(self, hand: Hand, grad: Tensor, index: Tensor) -> None:
-        """Take the output gradient and the index of one call."""
+        """Record the output gradient and the index of one call."""
         if self.padding_idx is not None:
             grad = grad.masked_fill((index == self.padding_idx)[..., None], 0)
         index_BTk, grad_BTD = as_tokens(hand.view(index[..., None])), as_tokens(hand.view(grad))
         hand.give(self.weight, Lookup(index_BTk[..., 0], grad_BTD, self.weight.shape[0]))
 
     def run(self, call: Call, index: Tensor, weight: Tensor) -> Tensor:
-        """Look up in one call of the model. An index that all rows share, (T,) or (1, T), gets the rows of the call."""
+        """Look up during a model call. An index shared by all rows, (T,) or (1, T), is expanded to the call's rows."""
         call.count(self.weight)
         rows = call.rows_together
         if index.ndim == 1:
             index = index[None]
-        # Without gradients too: a reentrant checkpoint compares the shapes of both of its passes.
+        # Without gradients too: a reentrant checkpoint compares the shapes of both its passes.
         if not call.packed.lengths and rows > 1 and index.ndim and index.shape[0] == 1:
             index = index.expand(rows, *index.shape[1:])
             call.widened.append(self.weight)
         if not torch.is_grad_enabled():
             return F.embedding(index, weight)
         if not call.packed.lengths and (index.ndim == 0 or index.shape[0] != rows):
-            raise NoTapError(self.targets, f"an index of shape {tuple(index.shape)} does not have {rows} rows first")
+            raise NoTapError(self.targets, f"an index of shape {tuple(index.shape)} does not begin with {rows} rows")
         look_up = functools.partial(F.embedding, index, weight.detach())
         return call.poison(_tap(None, call.anchor, look_up, Hand(call, self.receive), index))
 
 
 @dataclass(slots=True, eq=False)
 class SpreadSite:
-    """A parameter that is read as one copy for each row, or for each token: it enters by broadcasting, as in norms."""
+    """A parameter that is read as one copy per row or token and enters by broadcasting, as in norm layers."""
 
     weight: Target
 
@@ -553,12 +553,12 @@ class SpreadSite:
         return [self.weight]
 
     def receive(self, hand: Hand, grad: Tensor) -> None:
-        """Take the gradient of all copies: one for each row, or one for each token."""
+        """Record the gradient of all copies, one per row or one per token."""
         shape, grad = self.weight.shape, hand.view(grad)
         rows = grad.shape[0]
         if hand.has_rows and rows != hand.call.rows:
             raise NoTapError(
-                self.targets, f"a use of shape {tuple(grad.shape)} does not have {hand.call.rows} rows first"
+                self.targets, f"a use of shape {tuple(grad.shape)} does not begin with {hand.call.rows} rows"
             )
         if grad.numel() != rows * shape.numel():
             grad = kernels.widen(grad).reshape(rows, -1, *shape).sum(1)
@@ -594,7 +594,7 @@ Site = LinearSite | TableSite | SpreadSite
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether calling a module does more than its class's forward."""
+    """Return whether calling a module does more than its class's forward."""
     held = module.__dict__
     return bool(
         held["_forward_pre_hooks"]
@@ -606,19 +606,19 @@ def is_hooked(module: nn.Module) -> bool:
 
 
 def active(module: Any) -> Call | None:
-    """Return the call of the model in which a tapped module runs; None where it computes as usual.
+    """Return the model call in which a tapped module runs; None if it computes as usual.
 
-    Without a clipper it does: somebody may keep a tapped module's forward for longer than its clipper.
+    Without a clipper it computes as usual: a tapped module's forward may outlive its clipper.
     """
     host = vars(module).get("_tap_host")
     return None if host is None else call_of(host, module._tap_path)
 
 
 def call_of(host: Host, path: str) -> Call | None:
-    """Return the call of the model in which the module at a path runs; None where it computes as usual.
+    """Return the model call in which the module at a path runs; None if it computes as usual.
 
     Raises:
-        GhostError: it is called outside the model, with gradients on.
+        GhostError: it is called outside the model, with gradients enabled.
     """
     if host.call is not None and (host.in_forward or host.in_backward):
         return host.call
@@ -630,9 +630,9 @@ def call_of(host: Host, path: str) -> Call | None:
 PLAIN: tuple[()] = ()
 """The port of a module in a compiled block that runs without gradients; None is the port of an eager one.
 
-With gradients, the port of a linear layer is a list [leaf of the input, leaf of the output, weight, bias], and that of
-a norm layer holds (leaf, parameter) by the parameter's name. The parameters are detached before the graph, so it has no
-edge to them: a compiled graph would send None along it, which sets off hooks of others.
+With gradients, a linear layer's port is a list [leaf of the input, leaf of the output, weight, bias], and a norm
+layer's port holds (leaf, parameter) by the parameter's name. The parameters are detached before the graph, so it has no
+edge to them: a compiled graph would send None along it, which would trigger other hooks.
 """
 
 
@@ -640,12 +640,12 @@ class TapLinear(nn.Linear):
     """``nn.Linear``, tapped."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Do the same as ``nn.Linear``."""
+        """Compute the same as ``nn.Linear``."""
         return _linear(self, input, False)
 
 
 def conv1d_forward(self: Any, x: Tensor) -> Tensor:
-    """Do the same as ``Conv1D`` of transformers, tapped."""
+    """Compute the same as transformers' ``Conv1D``, tapped."""
     return _linear(self, x, True)
 
 
@@ -653,7 +653,7 @@ def _linear(module: Any, x: Tensor, is_transposed: bool) -> Tensor:
     port, parameters = module.__dict__.get("_tap_port"), module._parameters
     if port is not None and port is not PLAIN:
         return _through_leaves(port, x, is_transposed)
-    # By `nn.Module.__getattr__` only where another tensor is in the place of a parameter: it is slow.
+    # `nn.Module.__getattr__` is slow, so it is used only if a different tensor replaces the parameter.
     weight: Any = parameters["weight"] if "weight" in parameters else module.weight  # noqa: SIM401
     bias: Any = parameters["bias"] if "bias" in parameters else module.bias  # noqa: SIM401
     call = active(module) if port is None else None
@@ -675,12 +675,12 @@ def _through_leaves(port: Any, x: Tensor, is_transposed: bool) -> Tensor:
 
 
 class TapEmbedding(nn.Embedding):
-    """``nn.Embedding``, tapped; a subclass that calls this forward, such as a scaled table, is tapped within."""
+    """``nn.Embedding``, tapped; a subclass that calls this forward, such as a scaled table, is tapped inside."""
 
     _tap_site: TableSite
 
     def forward(self, input: Tensor) -> Tensor:
-        """Do the same as ``nn.Embedding``."""
+        """Compute the same as ``nn.Embedding``."""
         call = active(self)
         if call is None or not is_own(self._tap_site.weight, self.weight):
             return F.embedding(input, self.weight, self.padding_idx)
@@ -688,7 +688,7 @@ class TapEmbedding(nn.Embedding):
 
 
 def _read(module: Any, name: str) -> Any:
-    """Return a parameter of a norm layer: one copy for each row while its forward runs in a call of the model."""
+    """Return a norm layer's parameter; during its forward in a model call, one copy per row."""
     weight = module._parameters[name]
     port = module.__dict__.get("_tap_port")
     if port is not None:
@@ -704,7 +704,7 @@ def _read(module: Any, name: str) -> Any:
 
 
 def spread_class(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """Return the subclass of a norm layer of any name whose named parameters are read as one copy for each row."""
+    """Return the subclass of a norm layer of any class whose named parameters are read as one copy per row."""
     fused = {nn.LayerNorm.forward: F.layer_norm, nn.RMSNorm.forward: F.rms_norm}.get(kind.forward)
 
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -714,7 +714,7 @@ def spread_class(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Modul
                 return kind.forward(self, x, *args, **kwargs)
             for leaf, _ in port.values():
                 if leaf.shape[0] != x.shape[0] or leaf.ndim != x.ndim:
-                    raise LeafError("a norm layer met an input of another shape than its leaf")
+                    raise LeafError("a norm layer's input has a different shape than its leaf")
             if not port:
                 raise LeafError("a norm layer was not called when the leaves were planned")
             return compute(self, x, *args, **kwargs)
@@ -747,21 +747,21 @@ _CLASSES: dict[tuple[Any, ...], type[nn.Module]] = {}
 
 
 def subclass(kind: type[nn.Module], way: str, base: type[nn.Module] | None = None, **members: Any) -> type[nn.Module]:
-    """Return the subclass of a module's class, the same one for all its modules, so that blocks share a compiled graph.
+    """Return the subclass of a module's class, the same for all its modules, so that blocks share a compiled graph.
 
-    It keeps the name: libraries go by it (``_no_split_modules``, wrap policies). A copy, or a pickle, of a module is of
-    the class before. ``super().forward`` in the class reaches the forward of ``base``.
+    It keeps the class name, which libraries use (``_no_split_modules``, wrap policies). A copy, or a pickle, of a
+    module has the original class. ``super().forward`` in the class reaches the forward of ``base``.
 
     Args:
         kind: the class.
-        way: a word for what the subclass does; with the tuples among ``members`` it tells subclasses of a class apart.
+        way: a word for what the subclass does; with the tuples among ``members`` it distinguishes a class's subclasses.
         base: a tapped class of PyTorch from which ``kind`` is derived.
-        members: of the subclass.
+        members: the members of the subclass.
     """
     key = (kind, way, base, *((name, member) for name, member in members.items() if isinstance(member, tuple)))
     if key not in _CLASSES:
         bases = (kind,) if base is None else (base,) if base.__mro__[1] is kind else (kind, base)
-        # The compiler takes all that it reads from modules of PyTorch for constants, also the shapes of leaves.
+        # The compiler treats everything it reads from PyTorch's modules as constant, including the shapes of leaves.
         home = __name__ if kind.__module__.startswith("torch.") else kind.__module__
         named = {"__qualname__": kind.__qualname__, "__module__": home, "__doc__": kind.__doc__}
         _CLASSES[key] = type(kind.__name__, bases, {**named, "_tap_kind": kind, "__reduce_ex__": _reduced, **members})
@@ -769,12 +769,12 @@ def subclass(kind: type[nn.Module], way: str, base: type[nn.Module] | None = Non
 
 
 def wrap(module: nn.Module, way: str, run: Callable[[Callable[..., Any], tuple, dict], Any]) -> None:
-    """Let a module's forward run within ``run(forward, args, kwargs)``.
+    """Make a module's forward run within ``run(forward, args, kwargs)``.
 
     Args:
         module: the module.
-        way: a word for what ``run`` does; it is kept in the module as ``_tap_<way>``.
-        run: it, with the forward of the module.
+        way: a word for what ``run`` does; it is stored in the module as ``_tap_<way>``.
+        run: called with the module's forward and its arguments.
     """
     own, kind, attribute = vars(module).get("forward"), type(module), f"_tap_{way}"
     if own is not None:
@@ -784,7 +784,7 @@ def wrap(module: nn.Module, way: str, run: Callable[[Callable[..., Any], tuple, 
         return
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if (wrapper := vars(self).get(attribute)) is None:  # somebody kept this forward, or FSDP2 made a class of it
+        if (wrapper := vars(self).get(attribute)) is None:  # this forward was kept, or FSDP2 derived a class from it
             return kind.forward(self, *args, **kwargs)
         return wrapper(functools.partial(kind.forward, self), args, kwargs)
 
@@ -793,7 +793,7 @@ def wrap(module: nn.Module, way: str, run: Callable[[Callable[..., Any], tuple, 
 
 
 def _reduced(module: Any, protocol: Any) -> Any:
-    """Reduce a module to its class before, without what taps keep in it."""
+    """Reduce a module to its original class, without the taps' state."""
     kind = module._tap_kind
     while hasattr(kind, "_tap_kind"):
         kind = kind._tap_kind

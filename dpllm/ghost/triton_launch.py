@@ -1,11 +1,11 @@
-"""Fused Triton kernels for the norm arithmetic, drop-ins for the PyTorch code of `dpllm.ghost.kernels` and its callers.
+"""Fused Triton kernels for the norm arithmetic, which replace the PyTorch code of `dpllm.ghost.kernels` on CUDA.
 
-The PyTorch functions are the reference and the CPU path; these are for CUDA. They compute the same numbers with fewer
-transfers through memory:
+The PyTorch functions are the reference and the CPU path. The kernels compute the same numbers with fewer memory
+transfers:
 
 * `grouped_gram_norms`: ||sum_t a_t (x) g_t||^2 = sum_{s,t} <a_s, a_t> <g_s, g_t> (ghost norm, Li et al. 2022,
-  arXiv:2110.05679). Both Gram matrices stay in registers, one tile pair at a time; only pairs with t <= s are
-  computed, T^2 (D + P) operations instead of 2 T^2 (D + P).
+    arXiv:2110.05679). Both Gram matrices stay in registers, one tile pair at a time; only pairs with t <= s are
+    computed, T^2 (D + P) operations instead of 2 T^2 (D + P).
 * `instance_norms`: the same number from the (L, R) gradient, which is formed tile by tile, squared and never written;
   2 T L R operations, fewer than the Gram algorithm where T > 2 L R / (L + R).
 * `weighted_outer_`: the clipped sum of a matrix, and with noise and scale the gradient, in one pass over memory.
@@ -13,17 +13,17 @@ transfers through memory:
   squared and reduced without a slot per token.
 
 Every product is accumulated in float32: bfloat16 and float16 inputs are multiplied exactly by the tensor cores, float32
-ones in float32 and never in TF32. Tensor cores align the terms of a block with their running sum and cut off
-bits that do not fit (Fasi et al. 2021, PeerJ Computer Science 7:e330, for V100, T4 and A100). A long sum of one sign is
-therefore too small, and so is a norm. Sums are split after `CHUNK` terms, and the parts are added with rounding to
-nearest. ``benchmarks/kernel_times.py`` measures the remaining error against `dpllm.ghost.kernels.rounding_slack`.
+ones in float32 and never in TF32. Tensor cores align the terms of a block with their running sum and truncate bits that
+do not fit (Fasi et al. 2021, PeerJ Computer Science 7:e330, for V100, T4 and A100). A long sum of one sign is therefore
+too small, and so is a norm. Sums are split after `CHUNK` terms, and the parts are added with rounding to nearest.
+``benchmarks/kernel_times.py`` measures the remaining error against `dpllm.ghost.kernels.rounding_slack`.
 
-Programs write one partial result each, and a second pass adds those in a fixed order: no atomics, so equal inputs give
-equal bits.
+Programs write one partial result each, and a second pass adds those in a fixed order, without atomics, so equal inputs
+give equal bits.
 
-Inputs are bfloat16, float16 or float32, of any strides and never copied; sizes may be any. Others raise `ValueError`.
-Triton is optional. With ``TRITON_INTERPRET=1`` set before its first import, the kernels run on the CPU, slowly, which
-is how they are tested without a GPU.
+Inputs are bfloat16, float16 or float32, of any strides and sizes, and never copied. Other dtypes raise `ValueError`.
+Triton is optional. With ``TRITON_INTERPRET=1`` set before its first import, the kernels run on the CPU, slowly; the
+tests use this without a GPU.
 
 Shape suffixes: B rows, T tokens, U units, V table entries, D, L, R, P widths.
 """
@@ -47,10 +47,10 @@ triton, tl = programs.triton, programs.tl
 INTERPRETED = programs.INTERPRETED
 
 CHUNK = 1024
-"""Terms that a tensor core adds up before its sum is added to a total with rounding to nearest."""
+"""Terms that a tensor core adds before their sum is added to a total with rounding to nearest."""
 
 OLDEST = (8, 0)
-"""The least compute capability, of Ampere. On older GPUs programs spill kilobytes of registers."""
+"""The lowest supported compute capability, Ampere. On older GPUs programs spill kilobytes of registers."""
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _TRITON_DTYPES = {} if triton is None else dict(zip(DTYPES, (tl.bfloat16, tl.float16, tl.float32), strict=True))
@@ -61,18 +61,19 @@ Groups = Sequence[tuple[Tensor, list[Tensor]]]
 
 
 def available() -> bool:
-    """Whether the kernels can run here: Triton is installed, and there is a CUDA device or the interpreter."""
+    """Return whether the kernels can run: Triton is installed, and there is a CUDA device or the interpreter."""
     return triton is not None and (INTERPRETED or torch.cuda.is_available())
 
 
 @functools.cache
 def is_usable(device: torch.device) -> bool:
-    """Return whether kernels run on a CUDA device, where Triton is installed; if not, warn once and say why."""
+    """Return whether kernels run on a CUDA device with Triton installed; if not, warn once with the reason."""
     problem = _problem(device)
     if problem is not None:
         warnings.warn(
             f"The Triton kernels cannot run on {device}: {problem}. dpllm uses its PyTorch functions there, which "
-            "compute the same but take more time and memory. NormMethod(fused=False) does so without this warning.",
+            "return the same results but need more time and memory. Set NormMethod(fused=False) to choose them "
+            "without this warning.",
             stacklevel=2,
         )
     return problem is None
@@ -81,22 +82,22 @@ def is_usable(device: torch.device) -> bool:
 def _problem(device: torch.device) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability < OLDEST:
-        return f"its compute capability is {'.'.join(map(str, capability))}, and they need at least 8.0 (Ampere)"
+        return f"its compute capability is {'.'.join(map(str, capability))}, but they need at least 8.0 (Ampere)"
     try:
         found = probe(device)
-    except Exception as error:  # of a compiler, an assembler, a linker, a driver or a folder for the cache
+    except Exception as error:  # of a compiler, an assembler, a linker, a driver or a cache folder
         if is_shortage(error):
-            raise  # says nothing about Triton
+            raise  # unrelated to Triton
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         return (
-            f"Triton could not compile a program ({type(error).__name__}: {first_line}). It needs a C compiler, the "
-            "header files of Python (python3-dev) and a folder that it can write to (TRITON_CACHE_DIR)"
+            f"Triton could not compile a program ({type(error).__name__}: {first_line}). It needs a C compiler, "
+            "Python's header files (python3-dev) and a writable cache folder (TRITON_CACHE_DIR)"
         )
     return None if found == 3.0 else f"a program returned {found} instead of 3.0"
 
 
 def probe(device: torch.device) -> float:
-    """Compile and run the smallest program, which adds up three ones, and return its result."""
+    """Compile and run the smallest program, which sums three ones, and return its result."""
     partial, total = torch.ones(3, device=device), torch.zeros(1, device=device)
     bounds = torch.tensor([0, 3], device=device)
     _launch(programs.segment_program, 1, total, (partial, bounds, total, 1), {"BLOCK": 1024, **_VECTOR})
@@ -104,28 +105,29 @@ def probe(device: torch.device) -> float:
 
 
 def grouped_gram_norms(groups: Groups) -> tuple[Tensor, Tensor]:
-    """Return the squared norms of the gradients of layers that read one input, for N inputs, from one launch.
+    """Return the squared gradient norms of layers that read one input, for N inputs, with one launch.
 
-    The Gram tile of an input is formed once for all its layers. Inputs that differ in tokens, in dtypes or in being
-    aligned take one launch for each such class.
+    The Gram tile of an input is formed once for all its layers. Inputs that differ in tokens, dtypes or alignment need
+    one launch per class.
 
     Returns:
         ``(sq_norm_NB, mass_NB)`` in float32: squared norms summed over the layers, and (sum_t |a_t| |g_t|)^2 with |g_t|
-        over all the layers, which scales their rounding error; lengths count as `dpllm.ghost.kernels.least_square` at
-        least.
+        over all the layers, which scales their rounding error; lengths count as at least
+        `dpllm.ghost.kernels.least_square`.
 
     Raises:
-        ValueError: a group without gradient, shapes that do not fit, gradients of two dtypes in a group.
+        ValueError: a group without a gradient, shapes that do not match, or gradients of two dtypes in a group.
     """
     if not groups or not all(grads for _, grads in groups):
-        raise ValueError("gram_norms: no output gradient. Give one (B, T, P) tensor per layer.")
+        raise ValueError("gram_norms: there is no output gradient. Pass one (B, T, P) tensor per layer.")
     _require("gram_norms", *(x for shared, grads in groups for x in (shared, *grads)))
     classes: dict[tuple, list[int]] = {}
     for i, (shared, grads) in enumerate(groups):
         _require_same_tokens("gram_norms", shared, *grads)
         if shared.shape[0] != groups[0][0].shape[0] or any(grad.dtype != grads[0].dtype for grad in grads):
             raise ValueError(
-                "gram_norms: groups differ in rows, or the gradients of a group in dtype. Give them in separate calls."
+                "gram_norms: the groups differ in rows, or a group's gradients differ in dtype. Pass them in separate "
+                "calls."
             )
         aligned = all(map(_is_aligned, (shared, *grads)))
         classes.setdefault((shared.shape[1], shared.dtype, grads[0].dtype, aligned), []).append(i)
@@ -163,11 +165,11 @@ def _gram_norms(groups: Groups, aligned: bool) -> Tensor:
 
 
 def _table(groups: Groups) -> Tensor:
-    """Return where the tensors of each group are, as 64-bit integers.
+    """Return the addresses of each group's tensors, as 64-bit integers.
 
-    N entries: the number of a group, that with the most operations first, so that the last programs to run are short.
-    N + 1 entries: where the tensors of that group begin in the table, and where those of the last one end. Then of each
-    tensor address, three strides and width; the input of a group before its gradients.
+    N entries: group indices, starting with the group with the most operations, so that the last programs are short.
+    N + 1 entries: the offsets of each of these groups' tensors in the table, and the end of the last. Then for each
+    tensor its address, three strides and width, with a group's input before its gradients.
     """
     device, tensors_of = groups[0][0].device, [(shared, *grads) for shared, grads in groups]
     order = sorted(range(len(groups)), key=lambda i: -sum(x.shape[2] for x in tensors_of[i]))
@@ -181,15 +183,15 @@ def _table(groups: Groups) -> Tensor:
     if device.type != "cuda":
         return table
     with torch.cuda.device(device):
-        # From pinned memory the copy waits for nothing, and PyTorch keeps both memories until the launches used them.
+        # From pinned memory the copy does not block, and PyTorch keeps both memories until the launches have used them.
         return table.pin_memory().to(device, non_blocking=True)
 
 
 def _is_aligned(x: Tensor) -> bool:
-    """Whether the last dimension is contiguous, and address, width and all other strides are multiples of 16 bytes.
+    """Return whether the last dimension is contiguous, and address, width and other strides are multiples of 16 bytes.
 
-    Also whether 128 tokens span less than 2^31 entries. The stride of another dimension of size 1 does not matter. An
-    expanded last dimension is not contiguous: one number is there, and behind it is memory of something else.
+    Also requires that 128 tokens span less than 2^31 entries. The stride of another dimension of size 1 is ignored. An
+    expanded last dimension is not contiguous: it holds one number, followed by unrelated memory.
     """
     units, width = 16 // x.element_size(), x.shape[-1]
     if width % units or x.stride(-1) != 1:
@@ -204,14 +206,14 @@ def _is_aligned(x: Tensor) -> bool:
 
 
 def instance_norms(left_BTL: Tensor, right_BTR: Tensor) -> Tensor:
-    """Return the squared norms ||sum_t left_bt (x) right_bt||^2 from the gradient itself, of which no entry is written.
+    """Return the squared norms ||sum_t left_bt (x) right_bt||^2 from the gradient itself, without writing its entries.
 
-    Where tokens cancel, an entry of the gradient has a rounding error that scales with sum_t |left_t| |right_t|, not
-    with the norm; the caller allows for it.
+    If tokens cancel, an entry of the gradient has a rounding error that scales with sum_t |left_t| |right_t|, not
+    with the norm; the caller accounts for it.
 
     Args:
         left_BTL: factor (B, T, L) along the first dimension of the weight.
-        right_BTR: factor (B, T, R) along its second.
+        right_BTR: factor (B, T, R) along its second dimension.
 
     Returns:
         (B,) float32.
@@ -240,15 +242,15 @@ def weighted_outer_(
     """Write ``scale * (start + sum_b factor_b sum_t left_bt (x) right_bt)`` to ``out``, in one pass over memory.
 
     A factor multiplies a row's finished gradient, in float32 and in registers: neither factor nor product is rounded to
-    the inputs' 16 bits, and no input is scaled. Rows with factor 0 contribute exactly zero, also if they are not
+    the inputs' 16 bits, and no input is scaled. Rows with factor 0 contribute exactly zero, even if they are not
     finite, and the host need not know which they are.
 
     Args:
         out_LR: of the weight's shape, float32 or a dtype of the inputs, to which the result is rounded at the end.
         start_LR: float32, of the same shape and strides; may be ``out_LR`` itself. None: zeros, never read.
         left_BTL: factor (B, T, L) along the first dimension of the weight.
-        right_BTR: factor (B, T, R) along its second.
-        factor_B: of each row's gradient.
+        right_BTR: factor (B, T, R) along its second dimension.
+        factor_B: the factor of each row's gradient.
         scale: multiplies the sum in float32.
     """
     start = out_LR.new_empty(0, dtype=torch.float32) if start_LR is None else start_LR
@@ -259,9 +261,9 @@ def weighted_outer_(
     same = start_LR is None or (start_LR.shape, start_LR.stride()) == (out_LR.shape, out_LR.stride())
     if out_LR.shape != (left, right) or not same or start.dtype != torch.float32 or factor_B.shape != (rows,):
         raise ValueError(
-            f"weighted_outer_: out is {tuple(out_LR.shape)} with strides {out_LR.stride()}, start {tuple(start.shape)} "
-            f"with {start.stride()} in {start.dtype}, factor {tuple(factor_B.shape)}. Give ({left}, {right}), a "
-            f"float32 start with the same strides, and ({rows},)."
+            f"weighted_outer_: out is {tuple(out_LR.shape)} with strides {out_LR.stride()}, start is "
+            f"{tuple(start.shape)} with strides {start.stride()} in {start.dtype}, factor is {tuple(factor_B.shape)}. "
+            f"Pass out ({left}, {right}), a float32 start with the same strides, and factor ({rows},)."
         )
     if 0 in (left, right):
         return
@@ -275,12 +277,12 @@ def weighted_outer_(
 def lookup_norms(index_BT: Tensor, right_BTR: Tensor, unit_B: Tensor, num_units: int, num_entries: int) -> Tensor:
     """Return each unit's squared gradient norm of a lookup table, sum_v ||sum of right_bt where index_bt = v||^2.
 
-    A sort of the (unit, token) keys brings equal tokens of one unit together, also from several rows; nothing of the
-    size of ``right_BTR`` or of the table is written, and the host waits for nothing.
+    A sort of the (unit, token) keys makes equal tokens of one unit adjacent, including those from different rows;
+    nothing of the size of ``right_BTR`` or of the table is written, and the host does not wait.
 
     Args:
         index_BT: (B, T) integers in [0, V).
-        right_BTR: the gradient of the entry looked up, (B, T, R).
+        right_BTR: the gradients of the looked-up entries, (B, T, R).
         unit_B: (B,) unit of each row; a negative one marks a padding row, which belongs to no unit.
         num_units: U.
         num_entries: V, rows of the table.
@@ -292,7 +294,7 @@ def lookup_norms(index_BT: Tensor, right_BTR: Tensor, unit_B: Tensor, num_units:
     if index_BT.shape != right_BTR.shape[:2] or unit_B.shape != right_BTR.shape[:1]:
         raise ValueError(
             f"lookup_norms: index {tuple(index_BT.shape)}, gradient {tuple(right_BTR.shape)} and unit "
-            f"{tuple(unit_B.shape)} do not fit. Give them as (B, T), (B, T, R) and (B,)."
+            f"{tuple(unit_B.shape)} do not match. Pass (B, T), (B, T, R) and (B,)."
         )
     rows, tokens, width = right_BTR.shape
     total_U = _zeros(right_BTR, num_units)
@@ -315,22 +317,22 @@ def lookup_norms(index_BT: Tensor, right_BTR: Tensor, unit_B: Tensor, num_units:
 
 
 def _launch(program: Any, grid: int, written: Tensor, arguments: tuple, options: dict[str, Any]) -> None:
-    """Launch a program on the device of the tensor to which it writes; options are its constants, by name."""
+    """Launch a program on the device of the tensor that it writes; options are its constants, by name."""
     with torch.cuda.device_of(written):
         program[(grid,)](*arguments, **options)
 
 
 def _tile(size: int, one: Tensor, other: Tensor, aligned: bool) -> tuple[Tile, dict[str, Any]]:
-    """Return the tile for the products of two tensors, and the options that all products have."""
+    """Return the tile for the products of two tensors, and the options common to all products."""
     tile = tile_of(one.device, size, torch.float32 in (one.dtype, other.dtype), aligned)
     compiler = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
     return tile, compiler | {"ALIGNED": aligned}
 
 
 def _outer(left_BTL: Tensor, right_BTR: Tensor, *sums: Tensor) -> tuple[tuple, int, int, dict[str, Any]]:
-    """Return the arguments for the factors of a gradient, its tiles along both dimensions, and the options.
+    """Return the arguments for a gradient's factors, its tiles along both dimensions, and the options.
 
-    The program also reads or writes ``sums`` by tiles.
+    The program also reads or writes ``sums`` tile by tile.
     """
     left, right = left_BTL.shape[2], right_BTR.shape[2]
     aligned = all(map(_is_aligned, (left_BTL, right_BTR, *sums)))
@@ -341,21 +343,21 @@ def _outer(left_BTL: Tensor, right_BTR: Tensor, *sums: Tensor) -> tuple[tuple, i
 
 
 def _require(name: str, *tensors: Tensor) -> None:
-    """Refuse tensors that the kernels would read wrongly."""
+    """Refuse tensors that the kernels would misread."""
     if not available():
         raise ValueError(
-            f"{name}: Triton or a CUDA device is missing. Use the PyTorch function in dpllm.ghost, which computes "
-            "the same."
+            f"{name}: Triton or a CUDA device is missing. Use the PyTorch function in dpllm.ghost, which returns the "
+            "same result."
         )
     for tensor in tensors:
         if tensor.dtype not in DTYPES:
             raise ValueError(
-                f"{name}: an input is {tensor.dtype}; the kernels take bfloat16, float16 and float32. Use the PyTorch "
-                "function in dpllm.ghost, which takes any."
+                f"{name}: an input is {tensor.dtype}, but the kernels take bfloat16, float16 and float32. Use the "
+                "PyTorch function in dpllm.ghost, which takes any dtype."
             )
         if tensor.device != tensors[0].device or not (tensor.is_cuda or INTERPRETED):
             raise ValueError(
-                f"{name}: an input is on {tensor.device}. Put all of them on one CUDA device, or use the PyTorch "
+                f"{name}: an input is on {tensor.device}. Move all inputs to one CUDA device, or use the PyTorch "
                 "function in dpllm.ghost."
             )
 
@@ -364,8 +366,8 @@ def _require_same_tokens(name: str, x: Tensor, *others: Tensor) -> None:
     for y in others:
         if x.ndim != 3 or y.ndim != 3 or x.shape[:2] != y.shape[:2]:
             raise ValueError(
-                f"{name}: shapes {tuple(x.shape)} and {tuple(y.shape)} do not fit. Give (B, T, ·) tensors of equal B "
-                "and T."
+                f"{name}: shapes {tuple(x.shape)} and {tuple(y.shape)} do not match. Pass (B, T, ·) tensors with equal "
+                "B and T."
             )
 
 

@@ -1,19 +1,20 @@
-"""The programs on the device, written in Triton, each for one tile, run or unit.
+"""The device programs, written in Triton; each handles one tile, run or unit.
 
-`dpllm.ghost.triton_launch` checks shapes, chooses tiles, launches programs and adds up their partial results.
+`dpllm.ghost.triton_launch` checks shapes, chooses tiles, launches programs and adds their partial results.
 
-Triton compiles a program again whenever an integer argument becomes 1 or a multiple of 16, which takes seconds. Lengths
-vary, so sizes and strides are excluded from that (`_VARYING`). Instead the caller says whether all tensors are ALIGNED:
-the last stride is 1; addresses, other strides and widths are multiples of 16 bytes. Loads are then 16 bytes wide.
+Triton recompiles a program whenever an integer argument becomes 1 or a multiple of 16, which takes seconds. Lengths
+vary, so sizes and strides are excluded from this (`_VARYING`). Instead the caller states whether all tensors are
+ALIGNED: the last stride is 1; addresses, other strides and widths are multiples of 16 bytes. Loads are then 16 bytes
+wide.
 
-Offsets are 64-bit: rows x tokens x vocabulary exceeds 2^31 for the head of a model. A sum over tokens or widths runs in
-one program from the first to the last, so its order is fixed.
+Offsets are 64-bit: rows x tokens x vocabulary exceeds 2^31 for a model's head. A sum over tokens or widths runs in one
+program from first to last, so its order is fixed.
 
 Shape suffixes: M, N, K of a product; S, T tokens; L, R, D widths; J places in a sorted list. Parameters in capitals are
 fixed at compilation.
 
-Tile sizes follow from shape, dtype and compute capability by a fixed table, not from timing, so that bits are
-reproducible. They are few, since each takes seconds to compile, and were chosen from compiled code only
+Tile sizes follow from shape, dtype and compute capability by a fixed table, not from timing, so that results are
+reproducible bit by bit. They are few, since each takes seconds to compile, and were chosen from compiled code only
 (``benchmarks/registers.py``): no program spills registers, and its shared memory fits.
 """
 
@@ -55,7 +56,7 @@ def jit_if_present(function: Callable) -> Any:
 
 @jit_if_present
 def multiple(value: tl.tensor, ALIGNED: tl.constexpr, NUMBER: tl.constexpr) -> tl.tensor:
-    """Return the integer in 64 bits, for the compiler visibly a multiple of the number if tensors are aligned."""
+    """Return the integer in 64 bits, marked as a multiple of the number for the compiler if tensors are aligned."""
     value = value.to(tl.int64)
     if ALIGNED:
         value = value // NUMBER * NUMBER  # not tl.multiple_of, whose hint is lost for loaded and passed integers
@@ -119,7 +120,7 @@ def gram_program(
         gram_ST += part_of_gram(
             table + first, INPUT, row, s, t, tokens, start, width, ALIGNED, BLOCK_T, BLOCK_K, CHUNK_K
         )
-    # The square of an input that is short is LEAST, in the norm too; gradients have it in the mass only.
+    # The square of a short input is LEAST, in the norm too; gradients use it in the mass only.
     gram_ST = tl.where(same_ST & (s == t) & (gram_ST < LEAST), LEAST, gram_ST)
     gram_ST = tl.where((block_T[:, None] < tokens - s) & (block_T[None, :] < tokens - t), gram_ST, 0.0)
     square_S = tl.sum(tl.where(same_ST, gram_ST, 0.0), axis=1)
@@ -158,8 +159,8 @@ def part_of_gram(
 ) -> tl.tensor:
     """Return a tile of the Gram matrix of the tensor at a place in the table, from CHUNK_K of its features.
 
-    Beyond the last token it repeats that token: the caller drops these entries. Loads need no mask for them then, which
-    saves registers; offsets of 32 bits within a tile do so too, and the caller checks that they suffice if ALIGNED.
+    Beyond the last token it repeats that token, and the caller drops these entries. Loads then need no mask, which
+    saves registers; so do 32-bit offsets within a tile, and the caller checks that they suffice if ALIGNED.
     """
     UNITS: tl.constexpr = 128 // DTYPE.primitive_bitwidth  # 16 bytes
     x = tl.load(tensor).to(tl.pointer_type(DTYPE))
@@ -212,12 +213,12 @@ def outer_program(
     BLOCK_T: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    """Compute one tile of the weighted sum over rows, or, where ``partial`` is not None, its square for one row.
+    """Compute one tile of the weighted sum over rows, or, if ``partial`` is not None, its square for one row.
 
     A row's factor multiplies its complete gradient. Rows with factor 0 are dropped, since they may not be finite. A sum
-    that begins here has a start of no rows; its strides are those of the result. One loop runs over the blocks of
-    tokens of all rows (for a square, of one): the first blocks of a row are on their way while the last ones of the row
-    before are multiplied. The sum of CHUNK blocks is added to the total with rounding to nearest.
+    that begins here has a start without rows; its strides are those of the result. One loop runs over the token blocks
+    of all rows (for a square, of one): the first blocks of a row are loaded while the last blocks of the previous row
+    are multiplied. The sum of CHUNK blocks is added to the total with rounding to nearest.
     """
     UNITS_L: tl.constexpr = 128 // left.dtype.element_ty.primitive_bitwidth  # 16 bytes
     UNITS_R: tl.constexpr = 128 // right.dtype.element_ty.primitive_bitwidth
@@ -282,14 +283,14 @@ def run_program(
     BLOCK_J: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ) -> None:
-    """Compute the squared norm of the sum of each run of equal keys, at its first position; zero at the others."""
+    """Compute the squared norm of the sum of each run of equal keys, at its first position; zero elsewhere."""
     program = tl.program_id(0)
     position = program // tiles_r
     r_R = (program % tiles_r) * BLOCK_R + tl.arange(0, BLOCK_R)
     key = tl.load(keys + position)
     before = tl.load(keys + position - 1, mask=position > 0, other=-1)
     end = tl.load(ends + position).to(tl.int32)
-    # Only the start of a unit's run has something to add up.
+    # Only the start of a unit's run has anything to add.
     end = tl.where((key != before) & (key < end_of_units), end, position)
     sum_R = tl.full((BLOCK_R,), 0.0, tl.float32)
     UNITS: tl.constexpr = 128 // right.dtype.element_ty.primitive_bitwidth  # 16 bytes
@@ -310,7 +311,7 @@ def run_program(
 def segment_program(
     partial: tl.tensor, bounds: tl.tensor, total: tl.tensor, tiles_r: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
-    """Sum of the partial results of one unit, in the order of its keys."""
+    """Sum one unit's partial results, in the order of its keys."""
     unit = tl.program_id(0)
     start = tl.load(bounds + unit) * tiles_r
     end = tl.load(bounds + unit + 1) * tiles_r
@@ -327,8 +328,8 @@ class Tile(NamedTuple):
     Attributes:
         block: rows and columns of the result.
         depth: terms of the inner product that are read at a time.
-        num_warps: of a program, 32 threads each.
-        num_stages: reads under way at a time.
+        num_warps: warps of a program, 32 threads each.
+        num_stages: concurrent reads.
     """
 
     block: int
@@ -363,7 +364,7 @@ def _major(device: torch.device) -> int:
 
 
 def tile_for(major: int, size: int, exact: bool, aligned: bool) -> Tile:
-    """Return `tile_of` for a major compute capability; for one that is not in the table, the tile that needs least."""
+    """Return `tile_of` for a major compute capability; for an unlisted one, the tile that needs the least."""
     if exact or not aligned:
         return _EXACT if exact else _SCATTERED
     return _SMALL if size <= 64 else _LARGE.get(major, _LARGE[8])

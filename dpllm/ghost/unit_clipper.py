@@ -1,7 +1,7 @@
-"""The part of per-unit clipping that does not depend on how the gradients of units are computed.
+"""The part of per-unit clipping that is independent of how the units' gradients are computed.
 
-Place in the flow: below `dpllm.ghost.GhostClipper`, which computes them in one backward pass for all units, and
-`dpllm.ghost.PerUnitClipper`, which runs one unit after another. Steps, engines and checks know only this class.
+`dpllm.ghost.GhostClipper` computes them in one backward pass for all units, `dpllm.ghost.PerUnitClipper` one unit after
+another. Steps, engines and checks use only this class.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from dpllm.mechanism.parts import AdaptiveClipping, Clipping, frozen_copy
 class ClipResult:
     """Norms and clip factors of the units of one microbatch.
 
-    They depend on the data: no guarantee covers them if they are released.
+    They depend on the data: no guarantee covers their release.
 
     Attributes:
         norms: (U,) float32, each unit's gradient norm over all trainable parameters.
         factors: (U,) float32, the factor of each unit's gradient; exactly 0 for a non-finite one. (G, U) if the
-            clipping has several groups of parameters: 0 in a group that is not finite.
+            clipping has several parameter groups: 0 in a group that is not finite.
         parameter_norms: name to (U,) float32, each unit's norm in one parameter; empty unless requested.
     """
 
@@ -41,7 +41,7 @@ class ClipResult:
 
     @property
     def num_nonfinite(self) -> int:
-        """The number of units that had a non-finite gradient and therefore contributed zero, at least in its group."""
+        """The number of units with a non-finite gradient, which contributed zero, at least in its group."""
         return int((~torch.isfinite(self.norms)).sum())
 
 
@@ -49,30 +49,31 @@ class UnitClipper(abc.ABC):
     """Bounds the contribution of each unit to ``.grad``.
 
     Args:
-        model: whose trainable parameters are clipped.
-        clip_norm: C > 0, where clipping is flat.
-        clipping: another way to bound a contribution, instead of ``clip_norm``.
-        parameter_norms: whether results have each unit's norm in each parameter.
+        model: the model whose trainable parameters are clipped.
+        clip_norm: C > 0, for flat clipping.
+        clipping: a different bound on contributions, instead of ``clip_norm``.
+        parameter_norms: whether results include each unit's norm in each parameter.
 
     Attributes:
-        one_unit: whether each call of the model gets the rows of one unit only.
+        one_unit: whether each call of the model gets the rows of only one unit.
 
     Raises:
-        ValueError: both of ``clip_norm`` and ``clipping``, or neither; or the clipping is not a frozen dataclass.
+        ValueError: both ``clip_norm`` and ``clipping`` are given, or neither; or the clipping is not a frozen
+            dataclass.
         GhostError: see `dpllm.ghost.parameters.TrainedParameters`.
     """
 
     one_unit: ClassVar[bool] = False
     any_of: Callable[[Sequence[bool]], list[bool]] | None = None
-    """Returns for each flag whether it is set on one of the processes that call the model at the same time, because
-    their passes communicate; None: this process calls it by itself. It is a collective."""
+    """Returns for each flag whether it is set on any of the processes that call the model together, since their
+    passes communicate; None: this process calls it alone. It is a collective."""
 
     def __init__(
         self, model: nn.Module, clip_norm: float | None, clipping: Clipping | None, parameter_norms: bool
     ) -> None:
         """Choose the clipping, and find the parameters."""
         if (clip_norm is None) == (clipping is None):
-            raise ValueError("Give one of clip_norm (flat clipping) and clipping (another kind).")
+            raise ValueError("Pass either clip_norm (flat clipping) or clipping (another kind), not both.")
         self._clipping: Clipping = FlatClipping(clip_norm) if clip_norm is not None else frozen_copy(clipping)  # type: ignore[arg-type]
         self._trained = TrainedParameters(model, self._clipping.groups)
         self._by_parameter = parameter_norms
@@ -82,7 +83,7 @@ class UnitClipper(abc.ABC):
 
     @property
     def clipping(self) -> Clipping:
-        """How contributions are bounded. Only the threshold of a clipping that adapts may be replaced."""
+        """How contributions are bounded. Only the threshold of an adaptive clipping may be replaced."""
         return self._clipping
 
     @clipping.setter
@@ -91,15 +92,15 @@ class UnitClipper(abc.ABC):
         adapts = isinstance(before, AdaptiveClipping) and isinstance(clipping, AdaptiveClipping)
         if not adapts or clipping != before.at(clipping.threshold):  # type: ignore[attr-defined]
             raise GhostError(
-                f"The clipper was made with {before}, and cannot get {clipping}: noise and ε are of the first, and no "
-                "ε covers a clipping that follows the data. Choose C without the private rows; the kind 'quantile' "
-                "follows the norms by noisy counts that ε covers"
+                f"The clipper was created with {before} and cannot switch to {clipping}: noise and ε belong to the "
+                "former, and no ε covers a clipping that follows the data. Choose C without the private rows. The "
+                "kind 'quantile' follows the norms through noisy counts that ε covers"
             )
         self._clipping = clipping
         self._fit()
 
     def _fit(self) -> None:
-        """Give the clipping the sizes of this model's groups, if its factors depend on them."""
+        """Give the clipping this model's group sizes, if its factors depend on them."""
         self._fitted = with_sizes(self._clipping, shapes_of(self._trained.by_name))
 
     @property
@@ -109,11 +110,11 @@ class UnitClipper(abc.ABC):
 
     @property
     def threshold(self) -> float:
-        """The norm above which a gradient is scaled down: C, or the present threshold of an adaptive clipping."""
+        """The norm above which a gradient is scaled down: C, or the current threshold of an adaptive clipping."""
         return self.clipping.threshold if isinstance(self.clipping, AdaptiveClipping) else self.clipping.clip_norm
 
     def backward(self, losses: Tensor, unit_index: Tensor | None = None) -> ClipResult:
-        """Differentiate, clip each unit, and add the clipped sum to ``.grad``.
+        """Run backward, clip each unit, and add the clipped sum to ``.grad``.
 
         Args:
             losses: (B,) one loss per row, with a graph, each depending only on its own row
@@ -125,10 +126,10 @@ class UnitClipper(abc.ABC):
             The units' norms and factors.
 
         Raises:
-            GhostError: losses of another shape or without a graph; a unit index of another shape; a parameter that
-                received no norm, or would receive a gradient that is not clipped; or the call before was broken off
-                while it added to ``.grad``. Parameters outside the model, and those that it got after the clipper was
-                made, are searched for in the calls 1, 2, 4, 8, ….
+            GhostError: losses of a different shape or without a graph; a unit index of a different shape; a parameter
+                that received no norm, or would receive a gradient that is not clipped; or the previous call failed
+                while it added to ``.grad``. Parameters outside the model, and those added after the clipper was
+                created, are searched for in the calls 1, 2, 4, 8, ….
         """
         unit_B, num_units = units_of(losses, unit_index)
         self._refuse_broken_off()
@@ -144,19 +145,19 @@ class UnitClipper(abc.ABC):
         return result
 
     def _refuse_broken_off(self) -> None:
-        """Raise `GhostError` if an error or Ctrl-C came while the last sum was added, and ``.grad`` still has it."""
+        """Raise `GhostError` if an error or Ctrl-C interrupted the last sum, and ``.grad`` still contains it."""
         gradients = [p.grad for p in self._trained.by_name.values()] if self._broken_off else []
         if any(grad is not None and bool(grad.any()) for grad in gradients):
             raise GhostError(
-                "The last backward() was broken off while it added its sum to .grad, so some parameters have the "
-                "gradients of its units, and a second attempt would add these again. Call "
+                "The last backward() failed while it added its sum to .grad, so some parameters already hold the "
+                "gradients of its units, and a second attempt would add them again. Call "
                 "optimizer.zero_grad(set_to_none=True), and compute all units of the step again."
             )
 
     def _add_to_grad(self, parameter: nn.Parameter) -> None:
         """Add a clipped sum to ``.grad``, in the accumulation dtype.
 
-        A sum kept in bfloat16 would be rounded by up to its own size times 2^-9, more than one unit may change it.
+        A bfloat16 sum would be rounded by up to its own size times 2^-9, more than one unit's maximal change.
         """
         dtype, grad = accumulation_dtype(parameter.dtype), parameter.grad
         if grad is not None and grad.dtype == dtype:
@@ -175,16 +176,16 @@ class UnitClipper(abc.ABC):
         parameter.grad = gradient.detach()  # of a sum of several: may be written to in place with gradients on
 
     def _formed(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return a parameter's clipped sum, once, where nothing has to be added to it; None: `add_clipped_sum_`."""
+        """Return a parameter's clipped sum, once, if nothing has to be added to it; None: use `add_clipped_sum_`."""
         return None
 
     @abc.abstractmethod
     def hold(self, losses: Tensor) -> None:
         """Process some rows of one unit that has more rows than fit in memory at once.
 
-        The next `clip` or `backward` must get the other rows of that unit and no others. It completes the unit's
-        gradient, which is clipped as one. In between, the memory held is at most the smaller of the unit's activations
-        (half as much again on a CPU) and one gradient of the whole model.
+        The next `clip` or `backward` must get the unit's remaining rows and no others. It completes the unit's
+        gradient, which is clipped as a whole. In between, the memory held is at most the smaller of the unit's
+        activations (half as much again on a CPU) and one gradient of the whole model.
 
         Args:
             losses: (B,) one loss per row, with a graph, all of the same unit.
@@ -196,14 +197,14 @@ class UnitClipper(abc.ABC):
     def clip(self, losses: Tensor, unit_index: Tensor | None = None, finish: Finish | None = None) -> ClipResult:
         """Do the same as `backward` without the sum, which `add_clipped_sum_` forms one parameter at a time.
 
-        For engines that shard the model, where no process can hold the sum of all parameters.
+        For engines that shard the model, so that no process can hold the sum of all parameters.
 
         Args:
-            losses: as of `backward`.
-            unit_index: as of `backward`.
+            losses: as in `backward`.
+            unit_index: as in `backward`.
             finish: called within the backward pass for each parameter whose sum can be formed there, with several
-                groups of parameters or two passes. It takes the sum by `add_clipped_sum_`; those of the other
-                parameters are taken afterwards. If this method raises, drop everything that ``finish`` made.
+                parameter groups or two passes. It takes the sum by `add_clipped_sum_`; the sums of the other parameters
+                are taken afterwards. If this method raises, drop everything that ``finish`` made.
         """
         result = self._clip(losses, *units_of(losses, unit_index), finish)
         self.settle()
@@ -216,18 +217,19 @@ class UnitClipper(abc.ABC):
         unit_index: Tensor | None = None,
         finish: Finish | None = None,
     ) -> tuple[Tensor, ClipResult]:
-        """Compute the losses of a microbatch, and do the same as `clip`, without waiting for the device.
+        """Compute a microbatch's losses, and do the same as `clip`, without waiting for the device.
 
-        What `clip` reads from the device to refuse it is read by `settle`, once for all microbatches of a step.
+        The values that `clip` reads from the device for its checks are read by `settle`, once for all microbatches of a
+        step.
 
         Args:
-            loss_of: the inputs to one loss per row (B,), with a graph.
+            loss_of: maps the inputs to one loss per row (B,), with a graph.
             inputs: of the model and the loss.
-            unit_index: as of `backward`.
-            finish: as of `clip`.
+            unit_index: as in `backward`.
+            finish: as in `clip`.
 
         Returns:
-            The losses (B,) without their graph, and norms and factors of the units.
+            The losses (B,) without their graph, and the units' norms and factors.
         """
         losses = loss_of(inputs)
         return losses.detach(), self._clip(losses, *units_of(losses, unit_index), finish)
@@ -237,7 +239,7 @@ class UnitClipper(abc.ABC):
         """See `clip`, with the units as `units_of` returns them."""
 
     def _result(self, sq_norm_GU: Tensor, factor_GU: Tensor, sq_norm_PU: Tensor | None) -> ClipResult:
-        """Return norms and factors of the units; ``sq_norm_PU`` is needed where norms of parameters were requested."""
+        """Return the units' norms and factors; ``sq_norm_PU`` is needed if parameter norms were requested."""
         by_parameter: dict[str, Tensor] = {}
         if self._by_parameter and sq_norm_PU is not None:
             by_parameter = dict(zip(self._trained.by_name, sq_norm_PU.clamp_min(0).sqrt().float(), strict=True))
@@ -245,34 +247,34 @@ class UnitClipper(abc.ABC):
         return ClipResult(sq_norm_GU.sum(dim=0).clamp_min(0).sqrt().float(), factors, by_parameter)
 
     def settle(self) -> None:
-        """Read what the calls of `run` have measured on the device. Call it before their sums are used.
+        """Read what the calls of `run` have measured on the device. Call it before using their sums.
 
         Raises:
-            GhostError: with two backward passes, the second gave a unit a longer gradient than the first, from which
-                its clip factor comes: no sum since the last call of this method may be released.
+            GhostError: with two backward passes, the second gave a unit a longer gradient than the first, which
+                determined its clip factor: no sum since this method's last call may be released.
         """
         return
 
     def row_norms(self, losses: Tensor, unit_index: Tensor) -> Tensor:
-        """Return the gradient norm of each row (B,) by itself, for checks. `forget` follows.
+        """Return the gradient norm of each row (B,) by itself, for checks. Call `forget` afterwards.
 
         Args:
             losses: (B,) one loss per row, with a graph.
             unit_index: (B,) the rows' numbers, from 0.
 
         Returns:
-            (B,) norms; -1 where a norm is not known because another row is not finite. One unit at a time, such a row
+            (B,) norms; -1 if a norm is unknown because another row is not finite. If run one unit at a time, such a row
             makes the unit's contribution zero in any case.
         """
         return self.clip(losses, unit_index).norms
 
     @property
     def rows_checked(self) -> bool:
-        """Whether it was measured that a row's loss has no gradient in other rows, or no other unit's can be there."""
+        """Whether a check has shown that a row's loss has no gradient in other rows, or no other units' rows exist."""
         return self.one_unit
 
     def check_rows(self, losses_of_row: Callable[[], Tensor], unit_index: Tensor) -> None:
-        """Measure that a row's loss has no gradient in other rows, where rows of several units share a call.
+        """Check that a row's loss has no gradient in other rows, if rows of several units share a call.
 
         Args:
             losses_of_row: runs the model again at each call and returns the losses (B,).
@@ -285,7 +287,7 @@ class UnitClipper(abc.ABC):
 
     @abc.abstractmethod
     def add_clipped_sum_(self, parameter: nn.Parameter, total: Sum) -> None:
-        """Add one parameter's share of the clipped sum of the last `clip`, or of that under way, to ``total``, once.
+        """Add one parameter's share of the clipped sum of the last or current `clip` to ``total``, once.
 
         Args:
             parameter: one of `parameters`.
@@ -294,9 +296,9 @@ class UnitClipper(abc.ABC):
 
     @abc.abstractmethod
     def forget(self) -> None:
-        """Forget a microbatch whose forward or backward pass failed, so that its rows can be processed again.
+        """Drop a microbatch whose forward or backward pass failed, so that its rows can be processed again.
 
-        Rows that `hold` took before are kept. Nothing of the microbatch may have been added to a sum yet.
+        Rows that `hold` received are kept. No part of the microbatch may have been added to a sum.
 
         Raises:
             GhostError: the pass failed while it was joined to the held rows, which cannot be undone.
@@ -304,7 +306,7 @@ class UnitClipper(abc.ABC):
 
     @abc.abstractmethod
     def remove(self) -> None:
-        """Leave the model as it was before."""
+        """Restore the model."""
 
 
 def units_of(losses: Tensor, unit_index: Tensor | None) -> tuple[Tensor, int]:
@@ -315,33 +317,33 @@ def units_of(losses: Tensor, unit_index: Tensor | None) -> tuple[Tensor, int]:
     """
     if not isinstance(losses, Tensor):
         raise GhostError(
-            f"The loss is of the type {type(losses).__name__}; a tensor with one loss per row (B,) is needed. "
-            "Return it from the loss function, for instance dpllm.per_sequence_loss(outputs.logits, labels)"
+            f"The loss is a {type(losses).__name__}, but a tensor with one loss per row (B,) is needed. Return it from "
+            "the loss function, for instance dpllm.per_sequence_loss(outputs.logits, labels)"
         )
     if losses.ndim != 1 or losses.numel() == 0:
         raise GhostError(
-            f"The loss has shape {tuple(losses.shape)}; one loss per row (B,) is needed, each from only "
+            f"The loss has shape {tuple(losses.shape)}, but one loss per row (B,) is needed, each computed only from "
             "its own row. Do not average over the batch: see dpllm.per_sequence_loss."
         )
     if not losses.requires_grad:
         raise GhostError(
-            "The losses carry no graph. Compute them with gradients on, from the model given to GhostClipper."
+            "The losses have no graph. Compute them with gradients enabled, from the model passed to GhostClipper."
         )
     if unit_index is None:
         return torch.arange(len(losses)), len(losses)
     if unit_index.shape != losses.shape or unit_index.is_floating_point() or unit_index.dtype == torch.bool:
         raise GhostError(
-            f"unit_index has shape {tuple(unit_index.shape)} and dtype {unit_index.dtype}; integers of shape "
-            f"{tuple(losses.shape)} are needed, the unit of each row."
+            f"unit_index has shape {tuple(unit_index.shape)} and dtype {unit_index.dtype}. Pass integers of shape "
+            f"{tuple(losses.shape)}, the unit of each row."
         )
     lowest, highest = int(unit_index.min()), int(unit_index.max())
     if lowest < -1:
-        raise GhostError(f"unit_index contains {lowest}; units are numbered from 0, and -1 marks a padding row.")
+        raise GhostError(f"unit_index contains {lowest}. Units are numbered from 0, and -1 marks a padding row.")
     return unit_index.long(), highest + 1
 
 
 def incomplete_unit(remedies: str) -> GhostError:
-    """Return the error for held rows to which a pass was added only in part."""
+    """Return the error for held rows to which a pass was only partly added."""
     return GhostError(
         "The parts of a unit that has more rows than fit at once could not be combined: out of memory. Allow fewer "
         f"rows per unit (max_rows_per_unit), {remedies}."

@@ -1,21 +1,21 @@
-"""The contribution of one use of a parameter to the gradient of each unit, in the cheapest exact form.
+"""The contribution of one parameter use to each unit's gradient, in the cheapest exact form.
 
 A parameter's gradient is the sum over its *uses* in the forward pass: a tied embedding contributes once as a lookup and
 once as a matrix product. A layer's rule describes a use as one of
 
 * `Outer`:        sum_t left[b, t] (x) right[b, t]          matrices: linear layers;
 * `Lookup`:       sum_t onehot(index[b, t]) (x) right[b, t] embeddings;
-* `HeadUse`:      an outer product whose left factor is made again: the head of a language model
+* `HeadUse`:      an outer product whose left factor is recomputed: the head of a language model
   (`dpllm.ghost.chunked_head`);
-* `Routed`:       outer products of tokens that meet different matrices: experts (`dpllm.ghost.experts`);
+* `Routed`:       outer products of tokens multiplied by different matrices: experts (`dpllm.ghost.experts`);
 * `RowGradients`: the gradient of each row                  biases, norms, and anything else.
 
-A use is kept as its factors, or as an `Instance`, the gradient of each *unit*, where that takes no more memory (LoRA
+A use is kept as its factors, or as an `Instance`, the gradient of each *unit*, if that takes no more memory (LoRA
 factors, narrow layers, units with many rows), or little more on a CPU (`NormMethod.holds_instance`). `add_weighted_`
-forms the clipped sum; norms: `dpllm.ghost.norms`.
+forms the clipped sum; `dpllm.ghost.norms` computes norms.
 
-Shape suffixes: B rows, U units, T tokens, L and R the two dimensions of a weight, G units that have equally many rows,
-N rows of each of them.
+Shape suffixes: B rows, U units, T tokens, L and R the two dimensions of a weight, G units with equally many rows, N
+rows of each of them.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ if TYPE_CHECKING:
     from dpllm.ghost.experts import Routed
 
 Use: TypeAlias = "RowGradients | Outer | Lookup | HeadUse | Routed"
-"""One use of a parameter, as its tap hands it over."""
+"""One use of a parameter, as its tap passes it on."""
 
 Contribution: TypeAlias = "Instance | Outer | Lookup | HeadUse | Routed"
-"""One or more uses of a parameter, as they are kept until the clipped sum."""
+"""One or more uses of a parameter, in the form that is kept until the clipped sum."""
 
 _LAYOUTS = 256  # of microbatches that are remembered
-# Small gradients are copied into one tensor: that costs less than the launches it saves, which are dearer on a GPU.
+# Small gradients are copied into one tensor: that costs less than the launches it saves, which cost more on a GPU.
 _SMALL_ON_CPU, _SMALL = 1 << 14, 1 << 20  # entries of a parameter
 _STACKED, _FACTORS = 1 << 16, 4  # entries of factors that are copied together; times the entries of gradients
 _STACKED_OUTER, _STACKED_WEIGHTS = 1 << 18, 1 << 20  # entries of a `StackedOuter`'s factors, and of its weights
@@ -57,11 +57,11 @@ _FLAT_BYTES = 1 << 26  # of one such tensor, and so of the memory that the copie
 
 @dataclass(frozen=True)
 class Group:
-    """Units of a microbatch that have equally many rows.
+    """Units of a microbatch with equally many rows.
 
     Attributes:
-        unit_G: the numbers of the units.
-        rows_GN: the rows of each.
+        unit_G: the indices of the units.
+        rows_GN: the rows of each unit.
         in_order: whether these are the first rows of the microbatch, in order; they are then viewed, not copied.
     """
 
@@ -70,11 +70,11 @@ class Group:
     in_order: bool
 
     def fold(self, x: Tensor, dim: int = 0) -> Tensor:
-        """Lay the rows of a unit end to end, (B, T, ...) to (G, N * T, ...): a sum over rows and tokens is one sum.
+        """Lay the rows of a unit end to end, (B, T, ...) to (G, N * T, ...), so that a sum over both is one sum.
 
         Args:
             x: the rows.
-            dim: of the rows in ``x``, before that of the tokens.
+            dim: the row dimension of ``x``, before the token dimension.
         """
         num_units, rows_each = self.rows_GN.shape
         if not self.in_order:
@@ -92,8 +92,8 @@ class Rows:
         unit_B: (B,) int64, the unit of each row; -1 marks a padding row, which belongs to no unit.
         num_units: U.
         groups: the units that have rows, by their number of rows.
-        in_order: whether row u is unit u, for all units, and the rows behind them are padding.
-        real: the numbers of the rows that belong to a unit, ascending; known to the host.
+        in_order: whether row u is unit u, for all units, and the remaining rows are padding.
+        real: the indices of the rows that belong to a unit, ascending; known to the host.
         real_R: the same on the device.
         unit_R: their units.
     """
@@ -111,7 +111,7 @@ class Rows:
         """Find the rows of each unit.
 
         Args:
-            unit_B: best on the CPU: reading it from a GPU waits for the GPU.
+            unit_B: preferably on the CPU, since reading it from a GPU waits for the GPU.
             num_units: U.
             device: the device on which the rows are used; None: that of ``unit_B``.
         """
@@ -137,7 +137,7 @@ class Rows:
 
     @classmethod
     def one_unit(cls, device: torch.device) -> Rows:
-        """Return a single row that is a unit."""
+        """Return a single row that forms a unit."""
         return cls.of(torch.zeros(1, dtype=torch.int64), 1, device)
 
     @functools.cached_property
@@ -148,7 +148,7 @@ class Rows:
         return None
 
     def sum_rows(self, value_B: Tensor) -> Tensor:
-        """Sum the values of each unit's rows, (B, ...) to (U, ...); padding rows are left out."""
+        """Sum the values of each unit's rows, (B, ...) to (U, ...), without padding rows."""
         if self.in_order:
             return value_B if len(value_B) == self.num_units else value_B[: self.num_units]
         if len(self.real) < len(value_B):  # the values of padding rows may not be finite
@@ -156,7 +156,7 @@ class Rows:
         return value_B.new_zeros(self.num_units, *value_B.shape[1:]).index_add_(0, self.unit_R, value_B)
 
     def by_groups(self, of: Callable[[Group], Tensor]) -> Tensor:
-        """Return (U, ...): the values (G, ...) of ``of`` for the units of each group, 0 for a unit without rows."""
+        """Return (U, ...): ``of``'s values (G, ...) for the units of each group, 0 for a unit without rows."""
         if self.whole is not None:
             return of(self.whole)
         parts = [(group.unit_G, of(group)) for group in self.groups]
@@ -167,14 +167,14 @@ class Rows:
 
 
 class Layouts:
-    """The `Rows` of recent microbatches: most microbatches have the units 0, 1, 2, …."""
+    """The `Rows` of recent microbatches, since most have the units 0, 1, 2, …."""
 
     def __init__(self) -> None:
-        """Start without any."""
+        """Start with an empty cache."""
         self._known: dict[tuple, Rows] = {}
 
     def of(self, unit_B: Tensor, num_units: int, device: torch.device) -> Rows:
-        """Do the same as `Rows.of`; equal units get the same object."""
+        """Return `Rows.of`; equal units get the same object."""
         key = (unit_B.cpu().numpy().tobytes(), num_units, device)
         if key not in self._known:
             if len(self._known) == _LAYOUTS:
@@ -195,7 +195,7 @@ class RowGradients:
         return self.value_B
 
     def instance(self, rows: Rows) -> Tensor:
-        """Return the gradients of the units."""
+        """Return the units' gradients."""
         return rows.sum_rows(kernels.widen(self.value_B))
 
 
@@ -215,11 +215,11 @@ class Instance:
         return _is_small(self.value_U.shape[1:].numel(), self.value_U.device)
 
     def instance(self, rows: Rows) -> Tensor:
-        """Return the gradients of the units."""
+        """Return the units' gradients."""
         return self.value_U
 
     def fold(self) -> Instance:
-        """Return itself: it belongs to one unit."""
+        """Return itself, since it belongs to one unit."""
         return self
 
     def add_weighted_(self, total: Sum, weights: Weights, norm_method: NormMethod) -> None:
@@ -238,7 +238,7 @@ class Outer:
 
     Attributes:
         left_BTL: factor along the weight's first dimension.
-        right_BTR: factor along its second.
+        right_BTR: factor along its second dimension.
         input_side: "left" or "right", whichever holds the layer's input (shared by layers that read the same
             activation).
     """
@@ -269,7 +269,7 @@ class Outer:
         return left.shape, right.shape, left.dtype, right.dtype, left.device
 
     def is_small(self, rows: Rows) -> bool:
-        """Whether the gradients of units are formed later, next to those of other parameters, which saves launches.
+        """Return whether the units' gradients are formed later, together with other parameters', to save launches.
 
         Until then the factors are kept: they are small, and at most `_FACTORS` times as large as the gradients.
         """
@@ -288,12 +288,12 @@ class Outer:
         return self.left_BTL.nbytes + self.right_BTR.nbytes
 
     def instance_bytes(self, rows: Rows) -> int:
-        """Return the bytes that the gradients of the units would take."""
+        """Return the bytes that the units' gradients would take."""
         entries = rows.num_units * self.left_BTL.shape[2] * self.right_BTR.shape[2]
         return entries * kernels.accumulation_dtype(self.left_BTL.dtype).itemsize
 
     def instance(self, rows: Rows) -> Tensor:
-        """Return the gradients of the units (U, L, R)."""
+        """Return the units' gradients (U, L, R)."""
         if rows.in_order and len(self.left_BTL) == rows.num_units:  # the usual case, at once
             return kernels.wide_bmm(self.left_BTL.mT, self.right_BTR)
         return rows.by_groups(lambda units: kernels.wide_bmm(units.fold(self.left_BTL).mT, units.fold(self.right_BTR)))
@@ -325,12 +325,12 @@ class Lookup:
         return self.right_BTR.nbytes
 
     def instance_bytes(self, rows: Rows) -> int:
-        """Return the bytes that the gradients of the units would take."""
+        """Return the bytes that the units' gradients would take."""
         entries = rows.num_units * self.num_entries * self.right_BTR.shape[2]
         return entries * kernels.accumulation_dtype(self.right_BTR.dtype).itemsize
 
     def instance(self, rows: Rows) -> Tensor:
-        """Return the gradients of the units (U, V, R)."""
+        """Return the units' gradients (U, V, R)."""
 
         def of(units: Group) -> Tensor:
             index_GT, right_GTR = units.fold(self.index_BT), kernels.widen(units.fold(self.right_BTR))
@@ -350,19 +350,19 @@ class Lookup:
         total.filled().index_add_(0, self.index_BT.flatten(), weighted.flatten(0, 1))
 
     def mass(self) -> Tensor:
-        """Return (B,): sum_t |right_t|, the scale of the rounding error of norms and sums."""
+        """Return (B,): sum_t |right_t|, the scale of the norms' and sums' rounding error."""
         dtype = kernels.accumulation_dtype(self.right_BTR.dtype)
         return torch.linalg.vector_norm(self.right_BTR, dim=2, dtype=dtype).sum(1)
 
 
 @dataclass(frozen=True)
 class Flat:
-    """The gradients of the units for several small parameters, next to each other: one norm and one sum for all.
+    """The units' gradients for several small parameters, next to each other: one norm and one sum for all.
 
     Attributes:
         value_UP: the gradients.
         shapes: the shape of each parameter, by its id, in the order of the entries.
-        group: of the parameters.
+        group: the parameters' group.
     """
 
     value_UP: Tensor
@@ -376,7 +376,7 @@ class Flat:
 
     @classmethod
     def of_products(cls, uses: dict[int, Outer], group: int) -> Flat:
-        """Form the gradients of parameters, by their ids, from uses of equal shapes and dtypes, one row to a unit."""
+        """Form the gradients of parameters, by their ids, from uses of equal shapes and dtypes, one row per unit."""
         left_NTL, right_NTR = (
             torch.stack(factors, 1).flatten(0, 1)
             for factors in zip(*((use.left_BTL, use.right_BTR) for use in uses.values()), strict=True)
@@ -385,7 +385,7 @@ class Flat:
         return cls(value_NLR.view(len(value_NLR) // len(uses), -1), dict.fromkeys(uses, value_NLR.shape[1:]), group)
 
     def sums(self, weights: Callable[[int], Weights]) -> dict[int, Tensor]:
-        """Return the weighted sum of the gradients of each parameter, by its id; views of one tensor.
+        """Return the weighted sum of each parameter's gradients, by its id, as views of one tensor.
 
         Args:
             weights: of the units, by the number of a group.
@@ -399,15 +399,15 @@ class Flat:
 class StackedOuter:
     """Matrix products of equal shapes, several next to each other: one norm and one sum for all.
 
-    Layers that read one input are one product with their output gradients next to each other: the squared norms of
-    their gradients add up, and its sum is theirs.
+    Layers that read one input form one product with adjacent output gradients: their gradients' squared norms add up,
+    and its sum contains their sums.
 
     Attributes:
         input_SUTD: the inputs, with the rows of a unit end to end.
-        grad_SUTP: the output gradients, those of layers with one input next to each other.
+        grad_SUTP: the output gradients, with those of layers with one input next to each other.
         keys: the ids of the parameters of each product.
-        widths: of the layers with one input.
-        groups: of each product's parameters.
+        widths: the widths of the layers with one input.
+        groups: the groups of each product's parameters.
         input_side: see `Outer`.
     """
 
@@ -424,7 +424,7 @@ class StackedOuter:
         return itertools.chain(*self.keys)
 
     def sums(self, weights: Callable[[int], Weights]) -> dict[int, Tensor]:
-        """Return the weighted sum of the gradients of each parameter, as `Flat.sums`."""
+        """Return the weighted sum of each parameter's gradients, as `Flat.sums`."""
         dtype = kernels.accumulation_dtype(self.input_SUTD.dtype)
         x_SUTD, grad_SUTP = self.input_SUTD.to(dtype), self.grad_SUTP.to(dtype)
         of_groups = {group: weights(group) for group in self.groups}
@@ -444,7 +444,7 @@ class StackedOuter:
 def stacked(
     uses: dict[int, Outer], groups: Mapping[int, int], rows: Rows, norm_method: NormMethod
 ) -> list[StackedOuter]:
-    """Stack uses of equal shapes, where copies cost less than the launches that they save; removes them from ``uses``.
+    """Stack uses of equal shapes if copies cost less than the launches that they save; remove them from ``uses``.
 
     Args:
         uses: by the ids of the parameters, each the only use of its parameter.
@@ -490,7 +490,7 @@ def stacked(
 
 
 def joint_norms(stacks: Sequence[StackedOuter]) -> Iterator[tuple[int, Tensor, Tensor, float]]:
-    """Yield norms (U,), masses (U,) and the multiple that is their slack, of all products or of each, with its group.
+    """Yield norms (U,), masses (U,), the multiple that is their slack, and the group, jointly or per product.
 
     Args:
         stacks: of the same units.

@@ -1,13 +1,13 @@
-"""The checks that the taps measure what plain autograd computes: by value in first calls, and for each pair of rows.
+"""Check that taps measure what plain autograd computes: by value in first calls, and for each pair of rows.
 
-In the first call of a model, `WeightsCheck` turns the outputs of a few rows into one number per row, by fixed random
-weights. One plain pass gives the gradients of the sum of these numbers, each row with its own random weight. The taps
-give each row's gradient; the product's own code sums them with the same weights. Equality means: every use is seen,
-each gradient is that of its row, and no row reaches another row's part of a tensor. Parameters that differ take the
+In a model's first call, `WeightsCheck` reduces the outputs of a few rows to one number per row, with fixed random
+weights. One plain pass computes the gradients of the sum of these numbers, with a random weight per row. The taps
+compute each row's gradient, and the production code sums them with the same weights. If both agree, every use is seen,
+each gradient belongs to its row, and no row affects another row's part of a tensor. Parameters that differ move to the
 next rung of the ladder (`dpllm.ghost.attach`).
 
-`RowProbe` differentiates the losses of some rows: the other rows must have no gradient. Coupling before the first
-trained layer is seen by neither; `dpllm.training.checks` compares rows by value.
+`RowProbe` runs backward for the losses of some rows: the other rows must have no gradient. Neither detects coupling
+before the first trained layer; `dpllm.training.checks` compares rows by value.
 
 Shape suffixes: B rows.
 """
@@ -39,20 +39,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ROWS = 3
-"""The most rows that are compared: more than two, so that fewer other dimensions are as long."""
+"""The largest number of compared rows: more than two, so that fewer other dimensions have the same size."""
 
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 2e-3}
 _SIXTEEN_BITS = 0.1
-_MASKED = 1e30  # the least size of an entry that a model masks, with the lowest number of a dtype or with infinity
-_SMALL = 1e-3  # of the largest gradient: below it, a parameter's difference is compared with this
-_LARGE = 1 << 20  # entries: larger buffers hold quantised weights, which no forward writes
+_MASKED = 1e30  # the least size of an entry that a model masks, with a dtype's lowest number or with infinity
+_SMALL = 1e-3  # of the largest gradient: a parameter with a smaller gradient is compared with this
+_LARGE = 1 << 20  # entries: larger buffers hold quantised weights, which no forward modifies
 
 
 class State:
-    """What a call changes, random numbers and small buffers of the model, so that it can be repeated from the same."""
+    """What a call changes, random numbers and small buffers of the model, so that the call can be repeated."""
 
     def __init__(self, device: torch.device, model: nn.Module) -> None:
-        """Keep the state of the CPU's and the device's generator, and the buffers of the model."""
+        """Store the state of the CPU's and the device's generator, and the model's buffers."""
         self._device = device
         self._generators = self._generator_states()
         self._buffers = [
@@ -68,7 +68,7 @@ class State:
         return [torch.get_rng_state(), *own]
 
     def restore(self) -> None:
-        """Go back to the state."""
+        """Restore the stored state."""
         cpu, *own = self._generators
         torch.set_rng_state(cpu)
         for state in own:
@@ -82,7 +82,7 @@ class State:
 
     @property
     def has_moved(self) -> bool:
-        """Whether numbers were drawn since."""
+        """Return whether numbers were drawn since."""
         return not all(map(torch.equal, self._generators, self._generator_states()))
 
 
@@ -96,39 +96,40 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class _Plain:
-    """What autograd gives without taps: numbers of the rows (B,), and gradients by name."""
+    """Autograd's results without taps: the numbers of the rows (B,), and gradients by name."""
 
     loss_B: Tensor
     gradients: dict[str, Tensor | None]
 
     @property
     def is_finite(self) -> bool:
-        """Whether every row has a finite loss; otherwise the gradients show nothing."""
+        """Whether every row has a finite loss; otherwise the gradients prove nothing."""
         return bool(torch.isfinite(self.loss_B).all())
 
     @property
     def is_complete(self) -> bool:
-        """Whether every parameter has a gradient, too, that is not zero."""
+        """Whether every parameter also has a nonzero gradient."""
         return self.is_finite and all(g is not None and bool(g.any()) for g in self.gradients.values())
 
 
 class _ReentrantError(Exception):
-    """Activations are recomputed in a way that gives gradients to ``.grad`` only."""
+    """Activations are recomputed in a way that writes gradients only to ``.grad``."""
 
 
 class WeightsCheck:
     """Finds the rung of each parameter, by comparing the taps with plain autograd.
 
-    A call is compared if none before showed as much: the first one, and the first ones of several rows, of several
-    tokens, and packed. The order of rows and tokens in one dimension does not show where one of them is 1.
+    A call is compared if no previous call was as informative: the first call, and the first ones with several rows,
+    with several tokens, and packed. A single row or token does not show the order of rows and tokens in one dimension.
 
     Args:
         tapped: the model with its taps.
 
     Attributes:
-        runs: whether a comparison runs.
-        flat: ways of parameters whose modules got several tokens of each row in their first dimension when compared.
-        plain_passes: that run now, of any model: gradients may reach trained parameters, which models may share.
+        runs: whether a comparison is running.
+        flat: rungs of parameters whose modules had several tokens of each row in their first dimension when compared.
+        plain_passes: the plain passes that are running, of any model: their gradients may reach shared trained
+            parameters.
     """
 
     plain_passes: ClassVar[int] = 0
@@ -139,18 +140,18 @@ class WeightsCheck:
         self.runs = False
         self.flat: set[tuple[str, int, str]] = set()
         self._layouts: set[tuple[bool, bool, bool]] = set()  # packed, several rows, several tokens
-        # A part behind zeros (LoRA's at first) or an expert without tokens shows nothing: it is compared again later.
+        # A part behind zeros (LoRA's at first) or an expert without tokens proves nothing: it is compared again later.
         self._is_complete, self._num_losses = False, 0
-        self._zeros: list[nn.Parameter] = []  # that were zero when something showed no gradient
-        self._raised = ""  # by the model, while it was compared in the last of several ways
+        self._zeros: list[nn.Parameter] = []  # that were zero when a gradient was missing
+        self._raised = ""  # by the model, during the comparison of the last rung
 
     def covers(self, rows: int, tokens: int, is_packed: bool) -> bool:
-        """Whether a call was compared that showed as much as one of these rows and tokens."""
+        """Return whether a compared call was as informative as one with these rows and tokens."""
         layout = _layout_of(rows, tokens, is_packed)
         return any(one[0] == is_packed and all(map(operator.ge, one, layout)) for one in self._layouts)
 
     def begin_loss(self) -> bool:
-        """Return whether the loss that begins may show a gradient where none was: a gate is open, or losses passed."""
+        """Return whether the next loss may show a missing gradient: a gate is open, or losses passed."""
         self._num_losses += 1
         if self._is_complete:
             return False
@@ -158,17 +159,17 @@ class WeightsCheck:
         return is_power_of_two or any(bool(parameter.detach().any()) for parameter in self._zeros)
 
     def settle(self, every: Inputs) -> None:
-        """Find the rung of each parameter, by the values of a few rows of a call; leave the model tapped.
+        """Find each parameter's rung, by the values of a few rows of a call; leave the model tapped.
 
         Raises:
-            GhostError: there is no exact way for a parameter, or a row depends on others.
+            GhostError: a parameter has no exact rung, or a row depends on others.
         """
         tapped, parameters = self._tapped, self._tapped.trained.by_name.values()
         state = State(next(iter(parameters)).device, tapped.model)
         tapped.ladder.detach()
         self.runs = True
         try:
-            with kernels.exact_products():  # products of fewer bits differ by more than the taps may
+            with kernels.exact_products():  # products of fewer bits differ by more than the tolerance
                 few, is_random = self._discover(every, state)
                 self._is_complete = self._climb(few, every, state, is_random)
             self._zeros = [] if self._is_complete else [p for p in parameters if not bool(p.detach().any())]
@@ -184,13 +185,13 @@ class WeightsCheck:
         self._layouts.add(_layout_of(every.rows, tapped.calls.tokens, bool(tapped.calls.packed.lengths)))
         if paths := [path or "the model" for path in sorted(tapped.ladder.splits)]:
             logger.info(
-                "%d modules run row by row, with as many launches as rows, because no tap is exact: %s",
+                "%d modules run row by row, with one launch per row, because no tap is exact: %s",
                 len(paths),
                 ", ".join(paths[:3]) + (", …" if len(paths) > 3 else ""),
             )
 
     def _discover(self, every: Inputs, state: State) -> tuple[Inputs, bool]:
-        """Find the uses; return the first rows, or all if they cannot be cut, and whether random numbers were drawn."""
+        """Find the uses; return the first rows, or all if they cannot be split, and whether numbers were drawn."""
         ladder, own = self._tapped.ladder, self._tapped.own
         few = every if self._tapped.calls.packed.lengths else _first_rows(every)
         try:
@@ -208,7 +209,7 @@ class WeightsCheck:
         return inputs, is_random
 
     def _climb(self, inputs: Inputs, every: Inputs, state: State, is_random: bool) -> bool:
-        """Compare rows, all of the call if a few give a parameter no gradient; return whether all had one."""
+        """Compare rows, or all rows if a few give a parameter no gradient; return whether all had a gradient."""
         tapped, ladder, plain = self._tapped, self._tapped.ladder, None
         with contextlib.ExitStack() as mode:
             if is_random:
@@ -216,10 +217,10 @@ class WeightsCheck:
             if not tapped.trained.sharded:
                 try:
                     plain = self._plain(inputs)
-                except AssertionError as error:  # a model that is only trained in training mode, with random numbers
+                except AssertionError as error:  # from a model that trains only in training mode, with random numbers
                     raise NoRuleError(f"The model cannot be compared with plain autograd: {error}") from error
                 except _ReentrantError:
-                    mode.enter_context(_in_evaluation(tapped.model))  # where transformers recomputes nothing
+                    mode.enter_context(_in_evaluation(tapped.model))  # in which transformers does not recompute
                     state.restore()
                     with contextlib.suppress(_ReentrantError):
                         plain = self._plain(inputs)
@@ -232,7 +233,7 @@ class WeightsCheck:
                 ladder.attach()
                 differing = self._differing(inputs, plain)
                 if not differing:
-                    # Of shards, and where nothing has a gradient, no later call shows more.
+                    # With shards, and without any gradient, no later call is more informative.
                     return plain is None or plain.is_complete
                 spread = ladder.copied
                 ladder.detach()
@@ -241,14 +242,14 @@ class WeightsCheck:
                     self._refuse_coupled(inputs)
                     names = ", ".join(sorted(target.name for target in differing)[:3])
                     raise NoRuleError(
-                        f"The gradients of single rows are not those of the model, in one pass or row by row, for "
-                        f"{len(differing)} parameters ({names}): rows depend on each other, or the model computes "
-                        f"something else in each call{self._raised}. Freeze these parameters, or remove what couples "
-                        "the rows."
+                        f"For {len(differing)} parameters ({names}) the gradients of single rows, in one pass or row "
+                        "by row, differ from the model's: rows depend on each other, or the model computes something "
+                        f"different in each call{self._raised}. Freeze these parameters, or remove what couples the "
+                        "rows."
                     )
 
     def _refuse_coupled(self, inputs: Inputs) -> None:
-        """Raise `CoupledError` if it is rows that depend on each other: no other way of clipping is meant then."""
+        """Raise `CoupledError` if the cause is rows that depend on each other, since no other clipping applies then."""
         tapped = self._tapped
         tapped.ladder.rungs.clear()
         tapped.ladder.attach()
@@ -264,7 +265,7 @@ class WeightsCheck:
             tapped.ladder.detach()
 
     def _plain(self, inputs: Inputs) -> _Plain | None:
-        """Return losses and weighted gradients by autograd; None if the model returns nothing that has a gradient."""
+        """Return losses and weighted gradients by autograd; None if no output has a gradient."""
         WeightsCheck.plain_passes += 1
         try:
             found = _losses_and_weights(self._tapped.own(inputs), inputs.rows, self._tapped.calls.packed)
@@ -289,7 +290,7 @@ class WeightsCheck:
             self._tapped.in_forward = False
 
     def _differing(self, inputs: Inputs, plain: _Plain | None) -> list[Target]:
-        """Return the parameters for which the taps give other gradients than autograd, or none."""
+        """Return the parameters for which the taps give different gradients than autograd, or none."""
         self._raised = ""
         by_name = self._tapped.trained.by_name
         try:
@@ -307,7 +308,7 @@ class WeightsCheck:
             wrong = [error.name]
         except GhostError:
             raise
-        except Exception as error:  # of the model, which has run before: by what taps changed
+        except Exception as error:  # from the model, which ran before: caused by the taps' changes
             suspects = self._suspects()
             if is_shortage(error) or not suspects:
                 raise
@@ -316,7 +317,7 @@ class WeightsCheck:
         return [Target(name, by_name[name]) for name in wrong]
 
     def _suspects(self) -> list[Target]:
-        """Return the parameters of which modules may have computed something else than before."""
+        """Return the parameters whose modules may compute something different than before."""
         call, ladder = self._tapped.call, self._tapped.ladder
         assert call is not None, "it was begun"
         if call.inside:
@@ -325,7 +326,7 @@ class WeightsCheck:
         return above or call.widened or ladder.copied
 
     def _tolerance(self) -> float:
-        """Return the relative difference that rounding explains, in the narrowest dtype that the model computes in."""
+        """Return the relative difference that rounding explains, in the model's narrowest compute dtype."""
         call = self._tapped.call
         dtypes = {p.dtype for p in self._tapped.model.parameters() if p.is_floating_point()}
         if call is not None and call.autocast is not None:  # often within the model's forward only
@@ -340,7 +341,7 @@ def _layout_of(rows: int, tokens: int, is_packed: bool) -> tuple[bool, bool, boo
 
 @contextlib.contextmanager
 def _in_evaluation(model: nn.Module) -> Iterator[None]:
-    """Switch every module to evaluation, where dropout draws no numbers, and back."""
+    """Switch every module to evaluation mode, in which dropout draws no numbers, and back."""
     before = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
@@ -362,7 +363,7 @@ def _first_rows(inputs: Inputs) -> Inputs:
 
 
 def _values_of(output: Any, rows: int, packed: PackedRows) -> list[Tensor]:
-    """Return the tensors of an output that have rows first and a gradient; without any, those that flatten rows."""
+    """Return an output's tensors with rows first and a gradient; if there are none, those that flatten rows."""
     values, flattened = [], []
     for value in flatten_tensors(output):
         if value.requires_grad and value.is_floating_point():
@@ -375,9 +376,9 @@ def _values_of(output: Any, rows: int, packed: PackedRows) -> list[Tensor]:
 
 
 def _losses_of(values: list[Tensor]) -> Tensor:
-    """Return one number for each row (B,), from all entries of its outputs that are not masked.
+    """Return one number per row (B,), from all unmasked entries of its outputs.
 
-    The sum of masked entries may be infinite, and no two such sums can be compared.
+    The sum of masked entries may be infinite, and two such sums cannot be compared.
     """
     total: Tensor | None = None
     for number, value in enumerate(values):
@@ -392,10 +393,10 @@ def _losses_of(values: list[Tensor]) -> Tensor:
 
 
 def _losses_and_weights(output: Any, rows: int, packed: PackedRows) -> tuple[Tensor, Tensor] | None:
-    """Return the numbers of the rows and their random weights (B,) in [½, 1½]; None if no output has a gradient.
+    """Return the rows' numbers and their random weights (B,) in [½, 1½]; None if no output has a gradient.
 
-    An output whose rows do not come first gives one number, of which each row gets the same share: then sums over all
-    rows are compared.
+    An output whose rows do not come first gives one number, shared equally by all rows: then sums over all rows are
+    compared.
     """
     values = _values_of(output, rows, packed)
     if values:
@@ -410,7 +411,7 @@ def _losses_and_weights(output: Any, rows: int, packed: PackedRows) -> tuple[Ten
 
 
 def _differ(plain: Mapping[str, Tensor | None], tapped: Callable[[str], Tensor], tolerance: float) -> list[str]:
-    """Return the names of the parameters whose two gradients differ: of autograd, and sums of the taps' by name."""
+    """Return the parameters whose two gradients differ: autograd's, and the taps' sums by name."""
     top = max((float(g.double().norm()) for g in plain.values() if g is not None), default=0.0)
     wrong = []
     for name, gradient in plain.items():
@@ -429,12 +430,12 @@ def _differ(plain: Mapping[str, Tensor | None], tapped: Callable[[str], Tensor],
 
 @dataclass
 class Checked:
-    """What was measured of the independence of rows.
+    """The measured independence of rows.
 
     Attributes:
-        rows: whether a row's loss was seen to have no gradient in another row of the model's call.
+        rows: whether a row's loss was shown to have no gradient in another row of the model's call.
         packed: the same, for packed rows.
-        spread: whether values that are not finite were seen to stay within their packed row.
+        spread: whether non-finite values were shown to stay within their packed row.
     """
 
     rows: bool = False
@@ -442,7 +443,7 @@ class Checked:
     spread: bool = False
 
     def note(self, packed: bool) -> None:
-        """Note that rows are independent in a call with packed rows, or without."""
+        """Record that rows are independent in a call with packed rows, or without."""
         self.rows = True
         self.packed |= packed
 
@@ -452,7 +453,7 @@ class RowProbe:
     """Receives the gradients of some rows' losses; any gradient in another row is an error.
 
     Attributes:
-        rows: the numbers of the rows whose losses are differentiated.
+        rows: the indices of the rows whose losses are differentiated.
         packed: whether rows were laid end to end.
         finite_B: packed rows that received only finite values; None before the first gradient.
     """
@@ -474,19 +475,19 @@ class RowProbe:
         other = int(torch.nonzero(touched)[0])
         if self.packed:
             raise CoupledError(
-                f"A packed row's loss depends on the packed row {other} (seen at {name}), so a unit cannot "
-                "be bounded: something in the model mixes tokens across the end of a row. Do not pack the "
-                f"rows of this model (microbatch.pack: false), or give it an attention that reads {BOUNDARIES}."
+                f"A packed row's loss depends on the packed row {other} (seen at {name}), so a unit cannot be bounded: "
+                "part of the model mixes tokens across row boundaries. Do not pack this model's rows "
+                f"(microbatch.pack: false), or give it an attention that reads {BOUNDARIES}."
             )
         raise CoupledError(
             f"The loss of row {int(self.rows[0])} depends on row {other} of the batch (seen at {name}), so a unit "
-            "cannot be bounded. Remove the parts that couple rows: batch statistics, in-batch negatives, several "
-            "units packed into one row, a loss normalised over the batch."
+            "cannot be bounded. Remove whatever couples rows: batch statistics, in-batch negatives, several units "
+            "packed into one row, a loss normalised over the batch."
         )
 
 
 def row_probes(real_B: Tensor, packed: bool) -> list[RowProbe]:
-    """Return the probes that show every dependence between the rows that are not padding (B,).
+    """Return the probes that reveal every dependence between the rows that are not padding (B,).
 
     Unpacked: the first row and the last row. Packed: every other row, then the remaining ones. A dependence across a
     boundary goes from one set to the other, so every boundary of the microbatch is tested. The third set is the last
@@ -500,17 +501,17 @@ def row_probes(real_B: Tensor, packed: bool) -> list[RowProbe]:
 
 
 class SpreadProbe:
-    """Receives the gradients of packed rows of which every other one was made NaN; NaN in another row is an error.
+    """Receives the gradients of packed rows of which every other one was set to NaN; NaN in another row is an error.
 
-    A gradient does not show such a path: attention that multiplies masked values by zero separates finite rows, but
+    A gradient does not reveal such a path: attention that multiplies masked values by zero separates finite rows, but
     0 * NaN is NaN, and one unit that overflows would remove all its neighbours from the sum.
 
     Args:
-        finite_B: the rows that are finite by themselves. The others give no information.
+        finite_B: the rows that are finite by themselves. The others are not informative.
 
     Attributes:
-        poisoned_B: the rows that are made NaN.
-        healthy_B: the rows that have to stay finite. A batch without any measures nothing.
+        poisoned_B: the rows that are set to NaN.
+        healthy_B: the rows that must stay finite. A batch without any measures nothing.
     """
 
     def __init__(self, finite_B: Tensor) -> None:
@@ -523,8 +524,8 @@ class SpreadProbe:
         """Check the gradient that one use of a parameter received."""
         if not bool(torch.isfinite(kernels.entries(use.grad.detach())[self.healthy_B]).all()):
             raise GhostError(
-                f"A value that is not finite reaches other packed rows (seen at {name}): the attention masks by "
-                "multiplying with zero, so one unit that overflows would change the contributions of the others. Use "
-                "an attention that runs each row separately (dpllm.models.packing, flash_attention_2), or do not pack "
-                "the rows (microbatch.pack: false)."
+                f"A non-finite value reaches other packed rows (seen at {name}): the attention masks by multiplying "
+                "with zero, so one unit that overflows would change other units' contributions. Use an attention that "
+                "runs each row separately (dpllm.models.packing, flash_attention_2), or do not pack the rows "
+                "(microbatch.pack: false)."
             )

@@ -39,7 +39,7 @@ class AutomaticClipping(NormBound, OneGroup):
         if not known or not least <= self.stability <= sys.float_info.max:
             huge = known and isinstance(self.stability, int) and self.stability > 0
             shown = "beyond every float" if huge and self.stability > sys.float_info.max else repr(self.stability)
-            raise ValueError(f"stability is {shown}; a finite number of at least {least:g} is needed, usually 0.01")
+            raise ValueError(f"stability is {shown}; it must be a finite number of at least {least:g}, usually 0.01")
 
     def factors(self, norm_GU: Tensor) -> Tensor:
         """Return c_u = C / (||g_u|| + γ).
@@ -79,7 +79,7 @@ class AdaptiveScaleClipping(AutomaticClipping):
         """Check the numbers."""
         super().__post_init__()
         if self.stability > 1:
-            raise ValueError(f"stability is {self.stability:g}; at most 1 is needed for psac, usually 0.01")
+            raise ValueError(f"stability is {self.stability:g}; for psac it must be at most 1, usually 0.01")
 
     def factors(self, norm_GU: Tensor) -> Tensor:
         """Return c_u = C / (||g_u|| + r / (||g_u|| + r)).

@@ -1,9 +1,9 @@
 """Averages of the private iterates, as recipes name them: an exponential moving average, or the mean of the last steps.
 
-Place in the flow: post-processing of the releases, outside of the accounting; ε does not depend on it. A specification
-is public, frozen and without tensors; `dpllm.training.averaging` keeps the average of a run. Only weights that a
-private step has updated enter it. The weights that a run starts from could, since they are public, but they are the
-oldest iterate of a model that still moves.
+Averaging is post-processing of the releases, so ε does not depend on it. A specification is public, frozen and without
+tensors; `dpllm.training.averaging` keeps a run's average. Only weights that a private step has updated are averaged.
+The starting weights could be included, since they are public, but they are the oldest iterate of a model that is still
+changing.
 
 Averaging the iterates of a run with a constant learning rate replaces a falling learning rate: Polyak and Juditsky,
 SIAM J. Control Optim. 30 (1992); for private training De et al., arXiv:2204.13650, and Shejwalkar et al.,
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 LAST_FOLDER = "last_step"
-"""Within the folder of a released average: the model with the weights after the last step. It is not published."""
+"""The subfolder of a released average that holds the model after the last step. It is not published."""
 WEIGHTS = ("average", "last")
-"""Which weights an evaluation during the training uses."""
+"""Which weights are evaluated during training."""
 
 
 class Average(Protocol):
@@ -34,7 +34,7 @@ class Average(Protocol):
 
     Attributes:
         evaluate: one of `WEIGHTS`.
-        keep_last: whether the weights after the last step are saved beside the average.
+        keep_last: whether the weights after the last step are saved next to the average.
     """
 
     kind: ClassVar[str]
@@ -46,36 +46,36 @@ class Average(Protocol):
 
     @property
     def keep_last(self) -> bool:
-        """Whether the weights after the last step are saved beside the average."""
+        """Whether the weights after the last step are saved next to the average."""
         ...
 
     def enters(self, step: int, num_steps: int) -> bool:
-        """Return whether the weights after a step enter.
+        """Return whether the weights after a step enter the average.
 
         Args:
-            step: the number of the step among those that the run is charged, from 1 on.
+            step: the index of the step among those charged to the run, starting at 1.
             num_steps: T of the plan.
         """
         ...
 
     def rate(self, count: int) -> float:
-        """Return a in ``average += a (weights - average)`` for the count-th weights that enter; 1 for the first."""
+        """Return a in ``average += a (weights - average)`` for the count-th averaged weights; 1 for the first."""
         ...
 
     def words(self, num_steps: int) -> str:
-        """Return what the released weights are, for report and card: "the ..."."""
+        """Return a description of the released weights, for report and card: "the ..."."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Options:
     evaluate: str = "average"
-    """Which weights an evaluation during the training uses: "average" or "last"."""
+    """Which weights are evaluated during training: "average" or "last"."""
     keep_last: bool = False
-    """Whether the weights after the last step are saved beside the average, in a folder of their own."""
+    """Whether the weights after the last step are saved next to the average, in a separate folder."""
 
     def __post_init__(self) -> None:
-        """Refuse other values."""
+        """Check the values."""
         if self.evaluate not in WEIGHTS:
             raise ValueError(f"average.evaluate must be one of {', '.join(WEIGHTS)}, got {self.evaluate!r}")
         if not isinstance(self.keep_last, bool):
@@ -86,8 +86,8 @@ class _Options:
 class MovingAverage(_Options):
     """The exponential moving average: the last step has weight 1, the one before it decay, then decay², …, normalised.
 
-    The division (as Adam's bias correction) leaves out the weights that the run starts from. Without it the first
-    iterate, or the start, would have the weight decay^(T-1), which is not small in a short run.
+    The division (as in Adam's bias correction) removes the starting weights. Without it the first iterate, or the
+    start, would have the weight decay^(T-1), which is not small in a short run.
 
     >>> [round(MovingAverage(decay=0.5).rate(count), 3) for count in (1, 2, 3)]
     [1.0, 0.667, 0.571]
@@ -95,16 +95,16 @@ class MovingAverage(_Options):
 
     kind: ClassVar[str] = "ema"
     decay: float = 0.95
-    """Factor of the weights of one step earlier; about the last 1/(1 - decay) steps count."""
+    """Factor of the weights one step earlier; about the last 1/(1 - decay) steps count."""
 
     def __post_init__(self) -> None:
-        """Refuse a decay outside of (0, 1)."""
+        """Check that the decay is in (0, 1)."""
         super().__post_init__()
         if not _is_number(self.decay) or not 0 < self.decay < 1:
             raise ValueError(f"average.decay must be above 0 and below 1, got {self.decay!r}")
 
     def enters(self, step: int, num_steps: int) -> bool:
-        """Return true: the weights after every step enter."""
+        """Return True: the weights after every step enter."""
         return 1 <= step <= num_steps
 
     def rate(self, count: int) -> float:
@@ -132,7 +132,7 @@ class TailMean(_Options):
     """Share of all steps; at least one step counts."""
 
     def __post_init__(self) -> None:
-        """Refuse a share outside of (0, 1]."""
+        """Check that the share is in (0, 1]."""
         super().__post_init__()
         if not _is_number(self.share) or not 0 < self.share <= 1:
             raise ValueError(f"average.share must be above 0 and at most 1, got {self.share!r}")
@@ -161,7 +161,7 @@ AVERAGES = {average.kind: average for average in _AVERAGES}
 
 
 def is_average(value: Any) -> bool:
-    """Return whether a value is one of these averages; an object of a class made from them may compute differently."""
+    """Return whether a value is one of these averages; an object of a subclass may compute differently."""
     return type(value) in _AVERAGES
 
 
@@ -181,7 +181,7 @@ def average_of(value: Any) -> Average | None:
         return value
     if isinstance(value, _AVERAGES):
         raise ValueError(
-            f"average is a {type(value).__name__}, whose weights of the steps nothing checks: they may follow private "
+            f"average is a {type(value).__name__}, whose weights per step nothing checks: they may depend on private "
             f"losses. It must be one of {', '.join(AVERAGES)}"
         )
     try:

@@ -1,20 +1,20 @@
 """Noise that is correlated over steps: banded matrix factorisation under cyclic Poisson sampling.
 
-Over many steps the optimizer adds up gradients and their noise. The total noise is smaller if later draws cancel a part
+Over many steps the optimizer adds up gradients and their noise. The total noise is smaller if later draws cancel part
 of the earlier ones. The release of step t is g_t + σC (M⁻¹z)_t with independent z and a lower triangular Toeplitz
 matrix M (the *strategy*) that has b bands and columns of norm at most 1 (Choquette-Choo et al. 2023, arXiv:2306.08153).
 
-The privacy cost equals that of few independent rounds. The units are split once, in secret, into b groups, and step t
+The privacy cost is that of a few independent rounds. The units are split once, in secret, into b groups, and step t
 draws from group t mod b. Two steps that one unit can enter are therefore at least b apart, and their columns of M have
-no row in common. So the unit's contributions are released as if each had separate Gaussian noise of deviation at least
-σC. This holds for gradients that depend on all earlier releases, since M is lower triangular (Denisov et al. 2022,
-arXiv:2202.08312). A unit takes part in ⌈T/b⌉ rounds, each over a Poisson sample of its group, with probability
+no row in common. So the unit's contributions are released as if each had separate Gaussian noise of standard deviation
+at least σC. This holds for gradients that depend on all earlier releases, since M is lower triangular (Denisov et al.
+2022, arXiv:2202.08312). A unit takes part in ⌈T/b⌉ rounds, each over a Poisson sample of its group, with probability
 q' = b B / N.
 
-The noise of a run is kept in memory, in total b - 1 or b tensors of the gradient's size, and never on a disk: it would
-allow a reader to subtract the noise from the last updates. Where it does not fit, it is made again in each step
-(`dpllm.mechanism.regenerated`). A resumed run begins with fresh noise and a fresh split.
-This costs one more round if it continues in the middle of a cycle.
+A run keeps b - 1 or b noise tensors of the gradient's size, in memory only and never on a disk, because they would
+allow a reader to subtract the noise from the last updates. If they do not fit, they are recomputed in each step
+(`dpllm.mechanism.regenerated`). A resumed run begins with fresh noise and a fresh split, which costs one more round if
+it continues in the middle of a cycle.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class BandedStep(Numbers):
-    """A step whose noise is correlated with that of the b - 1 steps before, over a Poisson sample of one of b groups.
+    """A step whose noise is correlated with that of the previous b - 1 steps, over a Poisson sample of one of b groups.
 
     Raises:
         ValueError: a field is out of range.
@@ -89,7 +89,7 @@ class BandedStep(Numbers):
         return self.bands > 1
 
     def rounds(self, num_steps: int) -> list[tuple[Round, int]]:
-        """Return the most rounds of a unit: one in each cycle of b steps, including the last, partial one."""
+        """Return the maximal rounds of a unit: one per cycle of b steps, including the last, partial cycle."""
         return self._round.rounds(-(-num_steps // self.bands))
 
     def words(self) -> EventWords:
@@ -98,7 +98,7 @@ class BandedStep(Numbers):
             return self._round.words()
         return EventWords(
             sampling=f"cyclic Poisson over {self.bands} groups, at most {self.max_batch_size} units",
-            accounted_as="a Gaussian sum over a truncated Poisson sample (arXiv:2508.15089), once for every "
+            accounted_as="a Gaussian sum over a truncated Poisson sample (arXiv:2508.15089), once every "
             f"{self.bands} steps: the noise has {self.bands} bands, and a unit is in one of {self.bands} groups "
             "(arXiv:2306.08153)",
             options=f"--num-units {-(-(self.num_units or 0) // self.bands)} --max-batch-size {self.max_batch_size}",
@@ -108,8 +108,8 @@ class BandedStep(Numbers):
 def _units_only(draw: Draw) -> None:
     if draw.rows_per_unit is not None:
         raise ValueError(
-            'noise="banded" has no accounting where rows are drawn singly (sampling="example"): leave sampling '
-            "out, and each user is drawn as a whole"
+            'noise="banded" has no accounting where single rows are drawn (sampling="example"): omit sampling, '
+            "and each user is drawn as a whole"
         )
 
 
@@ -127,11 +127,12 @@ class CyclicPoissonSampler:
     max_batch_size: int
 
     def __post_init__(self) -> None:
-        """Check that a group has enough units."""
+        """Check that the groups have enough units."""
         if self.bands * self.expected_batch_size > self.num_units:
             raise ValueError(
-                f"bands={self.bands} split {self.num_units} units into groups smaller than expected_batch_size="
-                f"{self.expected_batch_size}: take at most {self.num_units // self.expected_batch_size} bands"
+                f"bands={self.bands} split {self.num_units} units into groups smaller than "
+                f"expected_batch_size={self.expected_batch_size}. Use at most "
+                f"{self.num_units // self.expected_batch_size} bands"
             )
 
     @property
@@ -140,7 +141,7 @@ class CyclicPoissonSampler:
         return min(1.0, self.bands * self.expected_batch_size / self.num_units)
 
     def steps(self, rng: np.random.Generator) -> Iterator[NDArray[np.int64]]:
-        """Yield the units of each step, in rising order, without end.
+        """Yield the units of each step, in ascending order, without end.
 
         Args:
             rng: `dpllm.mechanism.sampling.secret_rng`.
@@ -153,25 +154,26 @@ class CyclicPoissonSampler:
 
 
 _CHOSEN_FROM = (1, 2, 3, 4, 6, 8, 12, 16)
-"""The bands that ``bands: auto`` considers. More have less predicted noise and gave worse models: in a fine-tuning with
-N = 5000, B = 128 and T = 160, 8 to 16 bands gave the best perplexity, 11.65, and 39 bands gave 12.65."""
+"""The bands that ``bands: auto`` considers. More bands have less predicted noise but gave worse models: in a
+fine-tuning with N = 5000, B = 128 and T = 160, 8 to 16 bands gave the best perplexity, 11.65, and 39 bands gave
+12.65."""
 
 
 @dataclass(frozen=True)
 class BandedNoise:
     """Noise of b bands over units that are drawn in b groups.
 
-    A recipe names bands and strategy. `candidates` computes the numbers of the strategy, which the plan stores. With
-    the bands alone, the column is that of `coefficients`.
+    A recipe names bands and strategy. `candidates` computes the strategy's numbers, which the plan stores. If only the
+    bands are given, the column is that of `coefficients`.
 
     Attributes:
-        bands: b >= 1, or "auto"; with 1 it is `IndependentNoise`.
+        bands: b >= 1, or "auto"; with b = 1 it is `IndependentNoise`.
         strategy: "geometric" or "free" (`dpllm.mechanism.strategies`); None: the planner's default.
         ratio: γ of the geometric strategy, above 0 and at most 1; None: not yet chosen.
         coefficients: the b entries of the free strategy's column; None: not yet chosen.
 
     Raises:
-        ValueError: a value out of range, or two that contradict each other.
+        ValueError: a value is out of range, or two values contradict each other.
     """
 
     kind: ClassVar[str] = "banded"
@@ -185,17 +187,17 @@ class BandedNoise:
     coefficients: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Check the numbers; above all the norm of the column, on which the guarantee depends."""
+        """Check the numbers, above all the column's norm, on which the guarantee depends."""
         bands = self.bands
         if bands != "auto" and (isinstance(bands, bool) or not isinstance(bands, int) or not 1 <= bands <= 1000):
             raise ValueError(f"bands must be a whole number between 1 and 1000, or auto, got {bands!r}")
         if self.strategy not in (None, "geometric", "free"):
             raise ValueError(f"noise.strategy must be geometric or free, got {self.strategy!r}")
         if bands == 1 and (self.ratio is not None or self.coefficients is not None):
-            raise ValueError("noise with bands=1 is independent, and has neither ratio nor coefficients: omit them")
+            raise ValueError("noise with bands=1 is independent and has no ratio or coefficients: omit them")
         for name, strategy in (("ratio", "geometric"), ("coefficients", "free")):
             if getattr(self, name) is not None and (self.strategy != strategy or bands == "auto"):
-                raise ValueError(f"noise.{name} needs strategy: {strategy} and a number of bands: add them")
+                raise ValueError(f"noise.{name} needs strategy: {strategy} and a number of bands: add both")
         if self.ratio is not None:
             if isinstance(self.ratio, bool) or not isinstance(self.ratio, (int, float)) or not 0 < self.ratio <= 1:
                 raise ValueError(f"noise.ratio must be above 0 and at most 1, got {self.ratio!r}")
@@ -204,25 +206,25 @@ class BandedNoise:
             if not isinstance(self.coefficients, (tuple, list)) or len(self.coefficients) != bands:
                 raise ValueError(f"noise.coefficients must be a list of bands={bands} numbers")
             object.__setattr__(self, "coefficients", tuple(self.coefficients))
-            require_norm(self.coefficients)  # before the cache of the next one, which takes numbers only
+            require_norm(self.coefficients)  # before the next function's cache, which takes numbers only
             require_column(self.coefficients)
 
     @property
     def _number(self) -> int:
         if self.bands == "auto":
-            raise ValueError("noise.bands=auto is not a number yet: make the plan with make_plan, which chooses it")
+            raise ValueError("noise.bands=auto has no number yet: create the plan with make_plan, which chooses it")
         return self.bands
 
     @property
     def _open(self) -> bool:
-        """Whether the strategy is named and its numbers are still to be chosen."""
+        """Whether the strategy is named but its numbers are not chosen."""
         return self.bands != 1 and self.strategy is not None and self.ratio is None and self.coefficients is None
 
     def candidates(self, draw: Draw, workload: Workload) -> list[BandedNoise]:
-        """Return the noises, with all numbers, from which the planner chooses; the one with the fewest bands first.
+        """Return the noises, with all numbers, from which the planner chooses, starting with the fewest bands.
 
         Raises:
-            ValueError: rows are drawn.
+            ValueError: single rows are drawn.
         """
         if self.ratio is not None or self.coefficients is not None:
             return [self]
@@ -249,11 +251,11 @@ class BandedNoise:
             num_steps: T of the plan.
 
         Raises:
-            ValueError: its numbers are still to be chosen.
+            ValueError: its numbers are not chosen.
         """
         if self._open:
             raise ValueError(
-                f"noise has strategy={self.strategy} and no numbers of it: make the plan with make_plan, which "
+                f"noise has strategy={self.strategy} but no numbers yet: create the plan with make_plan, which "
                 "computes them"
             )
         if self.coefficients is not None:
@@ -272,7 +274,7 @@ class BandedNoise:
 
     @property
     def tensors_kept(self) -> int:
-        """How many tensors of the gradient's size all processes together keep between two steps ("auto": at most)."""
+        """The number of gradient-sized tensors that all processes together keep between steps ("auto": at most)."""
         if self.bands == "auto":
             return max(_CHOSEN_FROM)
         return self._number if self._by_recursion else self._number - 1
@@ -288,14 +290,14 @@ class BandedNoise:
 
     @property
     def _by_recursion(self) -> bool:
-        """Whether the recursion of the geometric strategy takes fewer passes over the noise than the general one."""
+        """Whether the geometric recursion takes fewer passes over the noise than the general one."""
         return self.ratio is not None and self._number > 2
 
     def sampler(self, draw: Draw) -> CyclicPoissonSampler:
         """Return the cyclic sampler.
 
         Raises:
-            ValueError: rows are drawn, or the groups are smaller than an expected batch.
+            ValueError: single rows are drawn, or the groups are smaller than an expected batch.
         """
         _units_only(draw)
         return CyclicPoissonSampler(draw.num_units, self._number, draw.expected_batch_size, draw.max_batch_size)
@@ -304,7 +306,7 @@ class BandedNoise:
         """Return a step of one cycle.
 
         Raises:
-            ValueError: as `sampler`, or the strategy is still to be chosen.
+            ValueError: as for `sampler`, or the strategy's numbers are not chosen.
         """
         if self._open:
             self.column(1)
@@ -334,10 +336,10 @@ class BandedNoise:
         if self.bands == 1:
             return IndependentNoise().drawing(draw, drawn)
         return (
-            f"the {draw.num_units} {drawn}s are split once, in secret, into {self.bands} groups, which the steps take "
-            f"in turn; in each step every {drawn} of the group is drawn independently with probability "
-            f"q' = {self.sampler(draw).sampling_rate:.6g}, and of more than {draw.max_batch_size} drawn, "
-            f"{draw.max_batch_size} stay, chosen uniformly (cyclic truncated Poisson sampling)"
+            f"the {draw.num_units} {drawn}s are split once, in secret, into {self.bands} groups, and the steps cycle "
+            f"through the groups; in each step every {drawn} of the group is drawn independently with probability q' = "
+            f"{self.sampler(draw).sampling_rate:.6g}, and if more than {draw.max_batch_size} are drawn, "
+            f"{draw.max_batch_size} of them are kept, chosen uniformly (cyclic truncated Poisson sampling)"
         )
 
     def words(self) -> str:
@@ -345,7 +347,7 @@ class BandedNoise:
         if self.bands == 1:
             return IndependentNoise().words()
         return (
-            f"Gaussian noise, correlated with that of the {self._before} before (banded factorisation{self._named}) "
+            f"Gaussian noise, correlated with that of the previous {self._before} (banded factorisation{self._named}) "
             "and made from independent noise"
         )
 
@@ -360,23 +362,23 @@ class BandedNoise:
         return "" if self.coefficients is None else ", with free coefficients"
 
     def ensured(self, draw: Draw, drawn: str, noise_stddev: float) -> list[tuple[str, str]]:
-        """Return the assumptions of the accounting, and how the run ensures each."""
+        """Return the accounting's assumptions, and how the run ensures each of them."""
         if self.bands == 1:
             return IndependentNoise().ensured(draw, drawn, noise_stddev)
         return [
             (
-                "Units are drawn by cyclic Poisson sampling and cut to the maximal batch (not shuffled)",
-                f"the sampler is made from the plan: {self.bands} groups of about {draw.num_units / self._number:.0f} "
+                "Units are drawn by cyclic Poisson sampling and truncated to the maximal batch (not shuffled)",
+                f"the sampler is built from the plan: {self.bands} groups of about {draw.num_units / self._number:.0f} "
                 f"units each ({draw.num_units} in all), split by secret entropy at each start and resume, "
                 f"q' = {self.sampler(draw).sampling_rate:.6g}, at most {draw.max_batch_size} in a step; each "
                 "step in the ledger carries these numbers",
             ),
             (
                 f"Noise is that of a strategy with {self.bands} bands{self._named} whose columns have norm at most 1",
-                f"independent noise of standard deviation {noise_stddev:.6g} is drawn once per step for every entry of "
-                f"the complete sum, by exactly one process. A part of the noise of the {self._before} before is "
-                "subtracted, and the difference is scaled up, as the strategy says. The noise is kept in memory only, "
-                "and drawn again after a resume",
+                f"independent noise of standard deviation {noise_stddev:.6g} is drawn once per step for every entry "
+                "of the complete sum, by exactly one process. The strategy subtracts a part of the noise of the "
+                f"previous {self._before} and scales up the difference. The noise is kept only in memory, and redrawn "
+                "after a resume",
             ),
         ]
 
@@ -384,10 +386,10 @@ class BandedNoise:
 class BandedStream(CorrelatedStream):
     """The noise of a run, (M⁻¹z)_t, step by step: x_t = (z_t - Σ_k c_k x_{t-k}) / c_0.
 
-    The last b - 1 of x are kept, the newest first.
+    Keeps the last b - 1 values of x, the newest first.
 
     Args:
-        generator: of z.
+        generator: draws z.
         strategy: c, the first column of M.
     """
 
@@ -411,14 +413,14 @@ class BandedStream(CorrelatedStream):
 
 
 class GeometricStream(BandedStream):
-    """The same noise for c_j = c_0 γ^j, j < b, in four passes over it instead of about 3 b.
+    """The same noise for c_j = c_0 γ^j, j < b, in four passes over the noise instead of about 3 b.
 
-    M is c_0 (1 - γ^b S^b) / (1 - γ S) with the shift S by a step, so that y_t = γ^b y_{t-b} + (z_t - γ z_{t-1}) / c_0.
-    With u_t = z_t + γ^b u_{t-b} this is y_t = (u_t - γ u_{t-1}) / c_0. The last b of u are kept: one tensor more than
-    the general recursion keeps, but none is made in a step, since u_t replaces u_{t-b}.
+    M is c_0 (1 - γ^b S^b) / (1 - γ S) with the shift S by one step, so that y_t = γ^b y_{t-b} + (z_t - γ z_{t-1}) /
+    c_0. With u_t = z_t + γ^b u_{t-b} this is y_t = (u_t - γ u_{t-1}) / c_0. The last b values of u are kept, one tensor
+    more than in the general recursion, but a step allocates none, since u_t replaces u_{t-b}.
 
     Args:
-        generator: of z.
+        generator: draws z.
         bands: b.
         ratio: γ.
     """
@@ -437,7 +439,7 @@ class GeometricStream(BandedStream):
         return kept
 
     def _following(self, before: Tensor | None, like: Tensor, numbers: Normals) -> Tensor:
-        """Return u of a step from that of b steps before, in place; None: there is none."""
+        """Return u of a step from that of b steps earlier, in place; None: there is none."""
         if before is None:
             return numbers.normal_like(like)
         before.mul_(self._ratio**self._bands)

@@ -1,28 +1,28 @@
 """Noise that is correlated over steps for units that cannot be sampled: buffered linear Toeplitz matrices (BLT).
 
 The release of step t is g_t + σC (M⁻¹z)_t with independent z and the strategy M = sC of `dpllm.mechanism.buffered`.
-The units are visited in a fixed order (`dpllm.mechanism.sampling`). Nothing is gained from sampling, so the order
-may be known. This is DP-FTRL with BLT noise (Kairouz et al. 2021, arXiv:2103.00039; Dvijotham et al. 2024,
-arXiv:2404.16706; McMahan et al. 2024, arXiv:2408.08868).
+The units are visited in a fixed order (`dpllm.mechanism.sampling`). Sampling adds no privacy, so the order may be
+public. This is DP-FTRL with BLT noise (Kairouz et al. 2021, arXiv:2103.00039; Dvijotham et al. 2024, arXiv:2404.16706;
+McMahan et al. 2024, arXiv:2408.08868).
 
-**Why the charge is right.** All n steps from a start are one Gaussian release of M G, where G has the sums of the steps
-in its rows: the release is M⁻¹(M G + σC Z), and M⁻¹ is public. One unit changes M G by at most s(n)·C, the sensitivity
+**Why the charge is right.** All n steps from a start are one Gaussian release of M G, where the rows of G are the sums
+of the steps: the release is M⁻¹(M G + σC Z), and M⁻¹ is public. One unit changes M G by at most s(n)·C, the sensitivity
 that `dpllm.mechanism.buffered` proves to be exact for at most k steps of a unit that are at least b apart. So the n
-steps cost one Gaussian sum over all units with noise multiplier σ / s(n). Gradients depend on earlier releases; this is
-covered because M is lower triangular and the noise is Gaussian (Denisov et al. 2022, arXiv:2202.08312, theorem 2.1).
-Under replace-one a unit keeps its places and changes each sum by up to 2C, so the noise multiplier counts half.
+steps cost one Gaussian sum over all units with noise multiplier σ / s(n). Gradients may depend on earlier releases,
+because M is lower triangular and the noise is Gaussian (Denisov et al. 2022, arXiv:2202.08312, theorem 2.1). Under
+replace-one a unit keeps its places and changes each sum by up to 2C, so the noise multiplier is halved.
 
-* *A run that ends early*: s(n) of the n steps that were drawn. It rises with n, and s(T) of a complete run is 1.
-* *A resume*: a fresh order and fresh noise. A unit may take part in all its steps before and in all its steps after it,
-  so the two starts are two Gaussian releases, which compose: 1/σ² Σ s(n_i)². That holds whatever the two orders have in
-  common. A run of one pass that is resumed in the middle therefore costs nearly as much as two runs. Between two passes
-  a resume may cost less than going on, since the steps of a unit no longer add up. Then the ε of the plan is stated:
-  the releases may have led to the resume (`dpllm.privacy.accounting.of_starts`).
-* *Steps that were drawn and not taken, or lost in a crash*: they were drawn, so they count in n. A draw that is skipped
-  has its row of noise all the same, so that later rows are those of M⁻¹.
+* *A run that ends early*: s(n) of the n drawn steps. It increases with n, and s(T) of a complete run is 1.
+* *A resume*: a fresh order and fresh noise. A unit may take part in all its steps before and all its steps after the
+  resume, so the two starts are two Gaussian releases, which compose: 1/σ² Σ s(n_i)². This holds for any two orders. A
+  run of one pass that is resumed in the middle therefore costs nearly as much as two runs. Between two passes a resume
+  may cost less than going on, since the unit's steps no longer add up. Then the plan's ε is stated, because the
+  releases may have caused the resume (`dpllm.privacy.accounting.of_starts`).
+* *Steps that were drawn but not taken, or lost in a crash*: they were drawn, so they count in n. A skipped draw still
+  has its row of noise, so that later rows are those of M⁻¹.
 
-The state of the noise, d tensors of the gradient's size, is in memory only: it would allow a reader to subtract the
-noise from later updates.
+The noise state, d tensors of the gradient's size, is kept only in memory: it would allow a reader to subtract the noise
+from later updates.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ if TYPE_CHECKING:
 _LEAST_SCALE = 1e-9
 _MOST_STEPS = 200_000
 _CALM = 0.05
-"""With it the noise of the released weights is at most 2 % above the least, and that of single steps down to 0.4 of it
-(E2E: N = 42 061, B = 1024, T = 41 and 410; prefix sums, and momentum 0.9 with linear decay or a warm-up)."""
+"""With it the noise of the released weights is at most 2 % above the minimum, and that of single steps down to 0.4 of
+it (E2E: N = 42 061, B = 1024, T = 41 and 410; prefix sums, and momentum 0.9 with linear decay or a warm-up)."""
 
 
 def _require_scale(scale: float) -> None:
@@ -77,12 +77,12 @@ class BltStep(Numbers):
     """A step with BLT noise over the next B units of a fixed order of all N.
 
     Raises:
-        ValueError: a field is out of range, or the strategy breaks a condition of its sensitivity.
+        ValueError: a field is out of range, or the strategy violates a condition of its sensitivity.
     """
 
     kind: ClassVar[str] = "blt"
     sampling_rate: float = 1.0
-    """1: nothing is gained from sampling."""
+    """1: sampling adds no privacy."""
     batch_size: int
     """B, the units in every step."""
     decays: tuple[float, ...]
@@ -102,8 +102,8 @@ class BltStep(Numbers):
         super().__post_init__()
         if self.sampling_rate != 1:
             raise ValueError(
-                f"sampling_rate is {self.sampling_rate:g}, but BLT noise has no accounting that gains from sampling: a "
-                "unit's steps are correlated. Leave it out, or take noise=banded, whose groups are sampled"
+                f"sampling_rate is {self.sampling_rate:g}, but the accounting of BLT noise gains nothing from "
+                "sampling, since a unit's steps are correlated. Omit it, or use noise=banded, whose groups are sampled"
             )
         for name in ("decays", "weights"):
             object.__setattr__(self, name, _tuple_of(name, getattr(self, name)))
@@ -118,7 +118,7 @@ class BltStep(Numbers):
 
     @property
     def restarts(self) -> bool:
-        """A resume has a cost of its own: it begins a new order and new noise."""
+        """A resume has its own cost: it begins a new order and new noise."""
         return True
 
     def sensitivity(self, num_steps: int) -> float:
@@ -138,10 +138,10 @@ class BltStep(Numbers):
         return EventWords(
             sampling=f"none: a fixed order, {self.batch_size} units in each step, a unit at least "
             f"{sampler.separation} steps apart",
-            accounted_as="a Gaussian sum over all units, once for all steps from a start on: the noise is that of a "
-            "buffered Toeplitz matrix (arXiv:2404.16706, arXiv:2408.08868). Its sensitivity is exact for the steps "
-            f"of a unit, which are at least {sampler.separation} apart (arXiv:2405.13763, theorem 2). Nothing is "
-            "gained from sampling",
+            accounted_as="a Gaussian sum over all units, once for all steps since a start: the noise follows a "
+            "buffered Toeplitz matrix (arXiv:2404.16706, arXiv:2408.08868). Its sensitivity is exact for a unit's "
+            f"steps, which are at least {sampler.separation} apart (arXiv:2405.13763, theorem 2). Sampling adds no "
+            "privacy",
             options="",
             is_sampled=False,
         )
@@ -151,17 +151,17 @@ class BltStep(Numbers):
 class BltNoise:
     """BLT noise over units in a fixed order.
 
-    A recipe names the number of buffers. `candidates` computes the numbers, which the plan stores.
+    A recipe names the number of buffers. `candidates` computes the noise's numbers, which the plan stores.
 
     Attributes:
-        buffers: d, from 1 to 4, or "auto", the fewest whose noise is within 2 % of the least.
+        buffers: d, from 1 to 4, or "auto", the fewest whose noise is within 2 % of the minimum.
         decays: θ, each at least 0 and below 1; None: not yet chosen.
-        weights: ω, as many, at least 0, with a sum of at most 1; None: not yet chosen.
+        weights: ω, one per decay, at least 0, with a sum of at most 1; None: not yet chosen.
         scale: s, with which a complete run has sensitivity 1, so that it costs one Gaussian sum with noise multiplier
-            σ; None: not yet chosen. Another s gives σ another meaning, and ε is computed for it.
+            σ; None: not yet chosen. A different s changes the meaning of σ, and ε is computed for it.
 
     Raises:
-        ValueError: a value out of range, or two that contradict each other.
+        ValueError: a value is out of range, or two values contradict each other.
     """
 
     kind: ClassVar[str] = "blt"
@@ -175,46 +175,46 @@ class BltNoise:
     scale: float | None = None
 
     def __post_init__(self) -> None:
-        """Check the numbers; above all the conditions of the sensitivity."""
+        """Check the numbers, above all the conditions of the sensitivity."""
         number = self.buffers
         wrong = isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= MAX_BUFFERS
         if number != "auto" and wrong:
             raise ValueError(f"noise.buffers must be a whole number from 1 to {MAX_BUFFERS}, or auto, got {number!r}")
         if (self.decays is None) != (self.weights is None):
-            raise ValueError("noise.decays and noise.weights belong together: give both, or neither")
+            raise ValueError("noise.decays and noise.weights belong together: give both or neither")
         if self.decays is not None and self.weights is not None:
             for name in ("decays", "weights"):
                 object.__setattr__(self, name, _tuple_of(f"noise.{name}", getattr(self, name)))
             require_numbers(self.decays, self.weights)
             if number != len(self.decays):
                 raise ValueError(
-                    f"noise.buffers is {number} and there are {len(self.decays)} decays: write buffers: "
+                    f"noise.buffers is {number}, but there are {len(self.decays)} decays: write buffers: "
                     f"{len(self.decays)}"
                 )
         if self.scale is not None:
             if self.decays is None:
-                raise ValueError("noise.scale needs decays and weights: add them, or leave it out")
+                raise ValueError("noise.scale needs decays and weights: add them, or omit scale")
             _require_scale(self.scale)
 
     @property
     def _numbers(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         if self.decays is None or self.weights is None:
             raise ValueError(
-                "noise=blt has no decays and weights yet: make the plan with make_plan, which computes them"
+                "noise=blt has no decays and weights yet: create the plan with make_plan, which computes them"
             )
         return self.decays, self.weights
 
     @property
     def _scale(self) -> float:
         if self.scale is None:
-            raise ValueError("noise=blt has no scale yet: make the plan with make_plan, which computes it")
+            raise ValueError("noise=blt has no scale yet: create the plan with make_plan, which computes it")
         return self.scale
 
     def candidates(self, draw: Draw, workload: Workload) -> list[BltNoise]:
         """Return the noise with all its numbers.
 
         Raises:
-            ValueError: rows are drawn, or numbers would be computed for too many steps.
+            ValueError: single rows are drawn, or numbers would be computed for too many steps.
         """
         if self.scale is not None:
             return [self]
@@ -223,9 +223,9 @@ class BltNoise:
         if self.decays is None or self.weights is None:
             if steps > _MOST_STEPS:
                 raise ValueError(
-                    f"noise=blt computes its numbers for at most {_MOST_STEPS:,} steps, and the run has {steps:,}: it "
-                    "would take minutes. Take fewer steps and a larger batch, or give noise.decays and noise.weights, "
-                    "for instance those of a shorter run"
+                    f"noise=blt computes its numbers for at most {_MOST_STEPS:,} steps, but the run has {steps:,}, "
+                    "which would take minutes. Use fewer steps and a larger batch, or set noise.decays and "
+                    "noise.weights, for instance from a shorter run"
                 )
             buffers = None if self.buffers == "auto" else self.buffers
             decays, weights = best_numbers(buffers, workload, sampler.separation, visits, _CALM)
@@ -249,7 +249,7 @@ class BltNoise:
 
     @property
     def tensors_kept(self) -> int:
-        """How many tensors of the gradient's size all processes together keep between two steps ("auto": at most)."""
+        """The number of gradient-sized tensors that all processes together keep between steps ("auto": at most)."""
         return MAX_BUFFERS if self.buffers == "auto" else self.buffers
 
     @property
@@ -258,18 +258,18 @@ class BltNoise:
         return 1
 
     def max_batch_size(self, draw: Draw) -> int:
-        """Return B: every step has exactly as many units."""
+        """Return B: every step has exactly B units."""
         return self.sampler(draw).batch_size
 
     def sampler(self, draw: Draw) -> FixedOrderSampler:
         """Return the fixed order.
 
         Raises:
-            ValueError: rows are drawn.
+            ValueError: single rows are drawn.
         """
         if draw.rows_per_unit is not None:
             raise ValueError(
-                'noise="blt" has no accounting where rows are drawn singly (sampling="example"): leave sampling out, '
+                'noise="blt" has no accounting where single rows are drawn (sampling="example"): omit sampling, '
                 "and each user is visited as a whole"
             )
         return FixedOrderSampler(draw.num_units, draw.expected_batch_size)
@@ -278,7 +278,7 @@ class BltNoise:
         """Return a step of the fixed order.
 
         Raises:
-            ValueError: rows are drawn, or the numbers are still to be chosen.
+            ValueError: single rows are drawn, or the numbers are not chosen.
         """
         sampler, (decays, weights) = self.sampler(draw), self._numbers
         return BltStep(
@@ -303,14 +303,13 @@ class BltNoise:
         """Return how a step is drawn, for the report."""
         return (
             f"the {draw.num_units} {drawn}s are put in one random order, and each step takes the next "
-            f"{draw.expected_batch_size} of it, pass after pass (no sampling; nothing depends on the order being "
-            "secret)"
+            f"{draw.expected_batch_size} of them, pass after pass (no sampling; the order need not be secret)"
         )
 
     def words(self) -> str:
         """Return the noise's description, for the report."""
         return (
-            f"Gaussian noise, correlated with that of all steps before (buffered Toeplitz matrix, {self._counted}) "
+            f"Gaussian noise, correlated with that of all previous steps (buffered Toeplitz matrix, {self._counted}) "
             "and made from independent noise"
         )
 
@@ -319,24 +318,24 @@ class BltNoise:
         return "1 buffer" if self.buffers == 1 else f"{self.buffers} buffers"
 
     def ensured(self, draw: Draw, drawn: str, noise_stddev: float) -> list[tuple[str, str]]:
-        """Return the assumptions of the accounting, and how the run ensures each."""
+        """Return the accounting's assumptions, and how the run ensures each of them."""
         sampler = self.sampler(draw)
         return [
             (
                 f"Two steps of a unit are at least {sampler.separation} apart, and a unit is in at most ⌈nB/N⌉ of the "
                 "first n steps of a start",
-                f"the sampler is made from the plan: it visits all {draw.num_units} units in one order, "
-                f"{draw.expected_batch_size} in each step, pass after pass. A step over other units is refused. Each "
+                f"the sampler is built from the plan: it visits all {draw.num_units} units in one order, "
+                f"{draw.expected_batch_size} per step, pass after pass. A step over different units is refused. Each "
                 "start and resume has a new order and is counted separately; each step in the ledger carries these "
                 "numbers",
             ),
             (
-                f"Noise is that of a buffered Toeplitz strategy ({self._counted}), whose column falls and is "
-                "nowhere negative",
-                f"independent noise of standard deviation {noise_stddev:.6g} is drawn once per step for every entry of "
-                "the complete sum, by exactly one process. Parts of the noise of earlier steps are subtracted, and the "
-                "difference is scaled up, as the strategy says. The buffers are kept in memory only, and the noise is "
-                "drawn again after a resume",
+                f"Noise follows a buffered Toeplitz strategy ({self._counted}), whose column is nonincreasing and "
+                "nonnegative",
+                f"independent noise of standard deviation {noise_stddev:.6g} is drawn once per step for every entry "
+                "of the complete sum, by exactly one process. The strategy subtracts parts of the noise of earlier "
+                "steps and scales up the difference. The buffers are kept only in memory, and the noise is redrawn "
+                "after a resume",
             ),
         ]
 
@@ -344,10 +343,10 @@ class BltNoise:
 class BltStream(CorrelatedStream):
     """The noise of a run, (M⁻¹z)_t, step by step: x_t = z_t - Σ_i ω_i s_i, then s_i becomes θ_i s_i + x_t.
 
-    It is algorithm 3 of McMahan et al. 2024. The noise of the step is x_t / s. The d buffers s_i are kept.
+    This is algorithm 3 of McMahan et al. 2024. The step's noise is x_t / s. The d buffers s_i are kept.
 
     Args:
-        generator: of z.
+        generator: draws z.
         decays: θ.
         weights: ω.
         scale: s.

@@ -1,23 +1,23 @@
 """Buffered Toeplitz strategies: the numbers of the noise of `dpllm.mechanism.blt`, their inverse and sensitivity.
 
-Place in the flow: the planner makes the numbers for a workload, and the plan stores them. The strategy is the lower
-triangular Toeplitz matrix M = s C, where the first column of C is
+The planner computes the numbers for a workload, and the plan stores them. The strategy is the lower triangular Toeplitz
+matrix M = s C, where the first column of C is
 
     c_0 = 1,    c_j = Σ_i ω_i θ_i^(j-1)    (j >= 1; d buffers with decay θ_i and weight ω_i)
 
 (Dvijotham et al. 2024, arXiv:2404.16706; McMahan et al. 2024, arXiv:2408.08868). Products with C and with its inverse
-need d numbers of memory, however many steps there are. The scale s makes the sensitivity of a complete run 1.
+need d numbers of memory, for any number of steps. The scale s makes the sensitivity of a complete run 1.
 
-**The conditions.** 0 <= θ_i < 1, 0 <= ω_i, and Σ ω_i <= 1. Then 1 = c_0 >= c_1 >= c_2 >= … >= 0: the sum of falling,
-nonnegative sequences falls, and c_1 = Σ ω_i. `require_numbers` refuses other numbers. The conditions also bound the
+**The conditions.** 0 <= θ_i < 1, 0 <= ω_i, and Σ ω_i <= 1. Then 1 = c_0 >= c_1 >= c_2 >= … >= 0: a sum of decreasing,
+nonnegative sequences decreases, and c_1 = Σ ω_i. `require_numbers` refuses other numbers. The conditions also bound the
 noise: the inverse of C has the decays of diag(θ) - √ω√ωᵀ, a symmetric matrix with eigenvalues in [-1, 1).
 
 **The sensitivity.** A unit enters steps t_1 < … < t_m, with m <= k and t_(i+1) - t_i >= b, and changes the sum of step
 t_i by g_i, ‖g_i‖ <= 1. The square of the change of C G over n steps is Σ_ij ⟨C e_(t_i), C e_(t_j)⟩⟨g_i, g_j⟩. Inner
 products of columns are sums of products of nonnegative entries, so it is largest where all g_i are equal, with norm 1.
-For s <= t the inner product of the columns s and t is Σ_(u=0)^(n-1-t) c_u c_(u+t-s). It falls in t (fewer terms, none
-negative) and in t - s (c falls). Since t_i >= (i-1) b and t_j - t_i >= (j-i) b, no pair of columns has a larger inner
-product than the columns (i-1) b and (j-1) b, and another participation only adds. So the sensitivity is
+For s <= t the inner product of the columns s and t is Σ_(u=0)^(n-1-t) c_u c_(u+t-s). It decreases in t (fewer terms,
+none negative) and in t - s (c decreases). Since t_i >= (i-1) b and t_j - t_i >= (j-i) b, no pair of columns has a
+larger inner product than the columns (i-1) b and (j-1) b, and another participation only adds. So the sensitivity is
 
     ‖Σ_(i<k) C e_(ib)‖, over the columns ib < n,
 
@@ -48,7 +48,7 @@ def require_numbers(decays: Sequence[float], weights: Sequence[float]) -> None:
     """Refuse numbers for which the sensitivity would not be that of the worst participation.
 
     Raises:
-        ValueError: they are not as many decays as weights, 1 to 4, or break the conditions above.
+        ValueError: there are not 1 to 4 decays with one weight each, or they violate the conditions above.
 
     >>> require_numbers((0.99, 0.7), (0.1, 0.4))
     """
@@ -57,13 +57,13 @@ def require_numbers(decays: Sequence[float], weights: Sequence[float]) -> None:
         if wrong or not 1 <= len(values) <= MAX_BUFFERS:
             raise ValueError(f"noise.{name} must be a list of 1 to {MAX_BUFFERS} numbers, got {list(values)!r}")
     if len(decays) != len(weights):
-        raise ValueError(f"noise has {len(decays)} decays and {len(weights)} weights: give one weight for each decay")
+        raise ValueError(f"noise has {len(decays)} decays but {len(weights)} weights: give one weight per decay")
     if not all(0 <= value < 1 for value in decays):
         raise ValueError(f"noise.decays must be at least 0 and below 1, got {list(decays)!r}")
     if not all(0 <= value <= 1 for value in weights) or math.fsum(weights) > 1:
         raise ValueError(
-            f"noise.weights must be at least 0, with a sum of at most 1, got {list(weights)!r}: otherwise the worst "
-            "participations of a unit are not known. Divide them by their sum, or leave decays and weights out"
+            f"noise.weights must be at least 0, with a sum of at most 1, got {list(weights)!r}; otherwise a unit's "
+            "worst participations are unknown. Divide them by their sum, or omit decays and weights"
         )
 
 
@@ -83,7 +83,7 @@ def inverse_numbers(decays: Sequence[float] | _Array, weights: Sequence[float] |
 
 def _filtered(decay: float, values: _Array) -> _Array:
     """Return Σ_(j>=1) θ^(j-1) x_(t-j) for each step t: a buffer, before the step."""
-    from scipy import signal  # takes as long to load as all of the command line's help
+    from scipy import signal  # takes as long to load as the command line's whole help
 
     return np.asarray(signal.lfilter([0.0, 1.0], [1.0, -decay], values))
 
@@ -113,8 +113,8 @@ def sensitivity(decays: Numbers, weights: Numbers, num_steps: int, separation: i
         decays: θ.
         weights: ω.
         num_steps: n.
-        separation: b, the least distance of two steps of a unit.
-        participations: k, the most steps of a unit.
+        separation: b, the minimal distance between two steps of a unit.
+        participations: k, the maximal number of steps of a unit.
 
     >>> round(sensitivity((0.5,), (0.0,), num_steps=9, separation=3, participations=3), 9)
     1.732050808
@@ -124,7 +124,7 @@ def sensitivity(decays: Numbers, weights: Numbers, num_steps: int, separation: i
 
 
 def _visits(num_steps: int, separation: int, participations: int) -> _Array:
-    """Return 1 in the steps 0, b, 2b, …, of which there are at most k, and 0 in all others."""
+    """Return 1 in the steps 0, b, 2b, …, of which there are at most k, and 0 in all other steps."""
     visits = np.zeros(num_steps)
     visits[: separation * participations : separation] = 1.0
     return visits
@@ -146,17 +146,17 @@ def error(decays: Sequence[float], weights: Sequence[float], workload: Workload)
 def best_numbers(
     buffers: int | None, workload: Workload, separation: int, participations: int, calm: float = 0.0
 ) -> tuple[Numbers, Numbers]:
-    """Return decays and weights with the least error times sensitivity, found by L-BFGS; ten decimals.
+    """Return the decays and weights that minimise error times sensitivity, found by L-BFGS, with ten decimals.
 
-    The error is nearly flat at its least value, while the noise of single steps is not: with momentum it can be
-    several times as large as 2 % above the least error. So the latter counts too, to the power ``calm``.
+    The error is nearly flat around its minimum, while the noise of single steps is not: with momentum it can be
+    several times as large at 2 % above the minimal error. So it enters the objective too, to the power ``calm``.
 
     Args:
-        buffers: d; None: the fewest, up to 4, whose product is within 2 % of the least.
-        workload: the noise to be small.
+        buffers: d; None: the fewest, up to 4, whose product is within 2 % of the minimum.
+        workload: the noise to be minimised.
         separation: b.
         participations: k in all T steps.
-        calm: the power of the root mean square of the noise of single steps.
+        calm: the power of the root mean square of single steps' noise.
     """
     if buffers is not None:
         return _optimised(buffers, workload, separation, participations, calm)
@@ -190,9 +190,9 @@ def _optimised(
 
 
 def _start(buffers: int, longest: int) -> _Array:
-    """Return the free numbers of buffers that remember for times between 1 step and ``longest``, evenly in logarithm.
+    """Return the free numbers of buffers with memories between 1 step and ``longest``, evenly spaced in logarithm.
 
-    Their weights fall with the root of that time, as in (1 - x)^(-1/2), the best strategy for prefix sums and one
+    Their weights decrease with the root of that time, as in (1 - x)^(-1/2), the best strategy for prefix sums and one
     participation (Fichtenberger et al. 2022, arXiv:2202.11205), and their sum is c_1 = 1/2 as there.
     """
     times = 1.5 + (0.5 * longest) ** ((np.arange(buffers) + 0.5) / buffers)
@@ -201,18 +201,18 @@ def _start(buffers: int, longest: int) -> _Array:
 
 
 def _numbers(free: _Array) -> tuple[_Array, _Array]:
-    """Return decays and weights, within their conditions, of numbers without bounds."""
+    """Return decays and weights that satisfy the conditions, from unbounded numbers."""
     times, powers = np.split(free, 2)
     powers = np.exp(np.clip(powers, -60, 60))
     return 1 / (1 + np.exp(-np.clip(times, -60, 30))), powers / (1 + powers.sum())
 
 
 def _loss(free: _Array, workload: Workload, visits: _Array, calm: float) -> tuple[float, _Array]:
-    """Return log(error² sensitivity²), with ``calm`` times the same of single steps, and its slope, (2d,).
+    """Return log(error² sensitivity²), plus ``calm`` times the same for single steps, and its slope, (2d,).
 
-    The noise of single steps is the error of another workload: of the impulse, whose entry j is in T - j of T steps.
-    With u = C⁻¹ r and a = C⁻ᵀ (weight · u), the slope of the squared error along a change D of C is -2 aᵀ D u. Along
-    ω_i, D is the filter of buffer i, and along θ_i it is ω_i times that filter twice.
+    The noise of single steps is the error of a different workload: of the impulse, whose entry j is in T - j of T
+    steps. With u = C⁻¹ r and a = C⁻ᵀ (weight · u), the slope of the squared error along a change D of C is -2 aᵀ D u.
+    Along ω_i, D is the filter of buffer i, and along θ_i it is ω_i times that filter applied twice.
     """
     decays, weights = _numbers(free)
     back, num_steps = _negated(inverse_numbers(decays, weights)), workload.num_steps
@@ -238,7 +238,7 @@ def _loss(free: _Array, workload: Workload, visits: _Array, calm: float) -> tupl
 
 
 def _add_slopes(slope_decays: _Array, slope_weights: _Array, decays: _Array, to: _Array, of: _Array) -> None:
-    """Add the slopes of toᵀ C of along each decay (but for its weight) and along each weight."""
+    """Add the slopes of toᵀ C of along each decay (without its weight) and along each weight."""
     for i, decay in enumerate(decays):
         once = _filtered(decay, of)
         slope_weights[i] += float(to @ once)
@@ -250,6 +250,6 @@ def _cut(values: _Array) -> Numbers:
 
 
 def scale_of(decays: Numbers, weights: Numbers, num_steps: int, separation: int, participations: int) -> float:
-    """Return s, for which the sensitivity of a complete run is 1 or a little less; cut to ten decimals."""
+    """Return s, for which the sensitivity of a complete run is at most 1, truncated to ten decimals."""
     (scale,) = _cut(np.asarray([1 / sensitivity(decays, weights, num_steps, separation, participations)]))
     return scale

@@ -1,7 +1,7 @@
 """Every kind of clipping and of noise that a recipe may name, and every event that a ledger may hold.
 
-Place in the flow: above the mechanisms, each in its own file; below configuration, plan and ledger. A new mechanism is
-a file beside this one and a line here; a method brings its own (`dpllm.registry`).
+Each mechanism has its own file. A new mechanism is a file in this folder and a line here; a method registers its own
+(`dpllm.registry`).
 """
 
 from __future__ import annotations
@@ -87,18 +87,18 @@ def noise_of(spec: Spec) -> Noise:
 
 
 def with_randomness(noise: Noise, randomness: str) -> Noise:
-    """Return a noise as `privacy.randomness` makes it: discrete, or itself.
+    """Return a noise as `privacy.randomness` changes it: discrete, or unchanged.
 
     Raises:
-        ValueError: discrete noise was asked for, and the noise is correlated; or the noise is distributed, and discrete
-            noise was not asked for.
+        ValueError: discrete noise was requested for a correlated noise, or a noise of whole numbers was requested
+            without discrete randomness.
 
     >>> with_randomness(IndependentNoise(), "discrete")
     DiscreteNoise()
     """
     if noise.only_discrete and randomness != "discrete":
         raise ValueError(
-            f"noise={noise.kind!r} is made of whole numbers, and randomness is {randomness!r}: set "
+            f"noise={noise.kind!r} consists of whole numbers, but randomness is {randomness!r}: set "
             "privacy.randomness=discrete"
         )
     if noise.only_discrete:
@@ -108,13 +108,13 @@ def with_randomness(noise: Noise, randomness: str) -> Noise:
     if type(noise) not in (IndependentNoise, DiscreteNoise):
         raise ValueError(
             f"randomness='discrete' has no accounting for the noise {noise.kind!r}: sums of discrete noise over steps "
-            "are not discrete Gaussian. Take noise='independent', or randomness='chacha20'"
+            "are not discrete Gaussian. Use noise='independent', or randomness='chacha20'"
         )
     return DiscreteNoise()
 
 
 def spec_of(part: Any) -> Spec:
-    """Return the specification from which a noise is made again: its kind, and the options that are not the default.
+    """Return the specification from which a noise can be recreated: its kind, and the non-default options.
 
     >>> spec_of(BandedNoise(bands=4)), spec_of(IndependentNoise())
     (Spec(kind='banded', options=(('bands', 4),)), Spec(kind='independent', options=()))
@@ -125,7 +125,7 @@ def spec_of(part: Any) -> Spec:
 
 
 def _options(part: Any) -> list[dataclasses.Field[Any]]:
-    """Return the fields that are options; ``field(init=False)`` is none."""
+    """Return the fields that are options, without ``field(init=False)``."""
     return [item for item in dataclasses.fields(part) if item.init]
 
 
@@ -153,7 +153,7 @@ def to_fields(event: Event) -> dict[str, Any]:
 
 
 def _written(value: Any) -> Any:
-    """Return a value of an event for JSON; events inside it as their fields, in lists."""
+    """Return an event's value for JSON; nested events become lists of their fields."""
     if isinstance(value, tuple):
         inside = [_written(one) for one in value]
         return inside if any(isinstance(one, dict | list) for one in inside) else value
@@ -161,14 +161,14 @@ def _written(value: Any) -> Any:
 
 
 def _read(value: Any) -> Any:
-    """Return a value of an event that `_written` wrote."""
+    """Return an event's value as written by `_written`."""
     if isinstance(value, Mapping):
         return from_fields(value)
     return tuple(map(_read, value)) if isinstance(value, list | tuple) else value
 
 
 def from_fields(fields: Mapping[str, Any]) -> Event:
-    """Return the event of the plain values from `to_fields`.
+    """Return the event with the plain values of `to_fields`.
 
     Raises:
         ValueError: an unknown kind, or a value out of range.
@@ -179,6 +179,7 @@ def from_fields(fields: Mapping[str, Any]) -> Event:
     known = events()
     if kind not in known:
         raise ValueError(
-            f"unknown kind of event {kind!r}; known are {', '.join(known)}. Installed methods: {registry.installed()}"
+            f"unknown event kind {kind!r}; known kinds are {', '.join(known)}. Installed methods: "
+            f"{registry.installed()}"
         )
     return known[kind](**{name: _read(value) for name, value in values.items()})

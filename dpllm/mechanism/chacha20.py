@@ -1,6 +1,6 @@
-"""Normal numbers from ChaCha20, a stream cipher: to tell them from random ones, the cipher would have to be broken.
+"""Normal numbers from ChaCha20, a stream cipher: distinguishing them from random ones would mean breaking the cipher.
 
-Place in the flow: below the generators of noise; the level "chacha20" of `privacy.randomness`.
+This is the level "chacha20" of `privacy.randomness`.
 
 The cipher is that of RFC 8439, computed by the package `cryptography`.
 
@@ -14,7 +14,7 @@ probability 2e-21. u and a are rounded to the 53 bits of float64, relative to th
 neighbouring numbers are as fine in the tail as elsewhere. In float32 the result is rounded once more, to 24 bits.
 
 **Limit.** As with every generator of floating-point numbers, the result is a rounded Gaussian (Mironov 2012). This
-level removes the doubt about the source of the bits, not the one about rounding.
+level removes the doubt about the source of the bits, but not the one about rounding.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ MAX_BLOCKS = 2**32
 
 
 class ChaCha20Normals:
-    """Draws standard normal numbers from one key; a second key is needed for numbers that are independent of these.
+    """Draws standard normal numbers from one key; independent numbers need a different key.
 
     Args:
-        key: 32 secret bytes, which no other object has.
+        key: 32 secret bytes that no other object uses.
 
     >>> drawn = ChaCha20Normals(bytes(32)).standard_normal(5)
     >>> drawn.shape, drawn.dtype
@@ -51,10 +51,10 @@ class ChaCha20Normals:
         self._key, self._block = key, 0
 
     def standard_normal(self, size: int, dtype: Any = np.float32) -> NDArray[Any]:
-        """Return (size,) independent N(0, 1), independent of all that were returned before.
+        """Return (size,) independent N(0, 1), independent of all numbers returned before.
 
         Args:
-            size: how many.
+            size: the number of values.
             dtype: float32 or float64.
 
         Raises:
@@ -69,7 +69,7 @@ class ChaCha20Normals:
 
 
 def box_muller(words: NDArray[np.uint32], out: NDArray[Any]) -> None:
-    """Write the normal numbers of blocks of the key stream.
+    """Write the normal numbers computed from blocks of the key stream.
 
     Args:
         words: (n, 16) uniform 32-bit words, of a little-endian machine.
@@ -98,7 +98,7 @@ def keystream(key: bytes, nonce: bytes, counter: int, num_blocks: int) -> NDArra
         num_blocks: n.
 
     Raises:
-        ValueError: key or nonce have another length, or the counter would begin again.
+        ValueError: key or nonce has a wrong length, or the counter would wrap around.
     """
     require_blocks(key, nonce, counter, num_blocks)
     first = (counter % MAX_BLOCKS).to_bytes(4, "little")  # of no block: any
@@ -110,12 +110,12 @@ def require_blocks(key: bytes, nonce: bytes, counter: int, num_blocks: int) -> N
     """Check that ChaCha20 has these blocks.
 
     Raises:
-        ValueError: key or nonce have another length, or the counter would begin again.
+        ValueError: key or nonce has a wrong length, or the counter would wrap around.
     """
     if len(key) != 32 or len(nonce) != 12:
         raise ValueError(f"ChaCha20 takes a key of 32 bytes and a nonce of 12, got {len(key)} and {len(nonce)}")
     if not 0 <= counter <= counter + num_blocks <= MAX_BLOCKS:
         raise ValueError(
-            f"blocks {counter} to {counter + num_blocks} of a key were asked for, and ChaCha20 has {MAX_BLOCKS}: the "
-            "numbers would repeat. Draw the others from a new key"
+            f"blocks {counter} to {counter + num_blocks} of a key were requested, but ChaCha20 has {MAX_BLOCKS}, and "
+            "its numbers would repeat. Draw the others from a new key"
         )

@@ -1,4 +1,4 @@
-"""From norms to clip factors, and the sensitivity of the clipped sum."""
+"""Clip factors computed from norms, and the sensitivity of the clipped sum."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def sensitivity_of(clip_norm: float, adjacency: str) -> float:
         adjacency: "zero-out" (a unit's contribution is replaced by nothing) gives C; "replace-one" gives 2C.
     """
     if adjacency not in ("zero-out", "replace-one"):
-        raise ValueError(f"adjacency is {adjacency!r}; known are 'zero-out' and 'replace-one'.")
+        raise ValueError(f"adjacency is {adjacency!r}; choose 'zero-out' or 'replace-one'.")
     return clip_norm if adjacency == "zero-out" else 2 * clip_norm
 
 
@@ -31,12 +31,12 @@ def check_clip_norm(clip_norm: float) -> None:
         ValueError: it is not above 0, or not finite.
     """
     if not (isinstance(clip_norm, (int, float)) and math.isfinite(clip_norm) and clip_norm > 0):
-        raise ValueError(f"clip_norm is {clip_norm!r}; a finite number above 0 is needed, for instance 1.0.")
+        raise ValueError(f"clip_norm is {clip_norm!r}; it must be a finite number above 0, for instance 1.0.")
 
 
 @dataclass(frozen=True)
 class NormBound:
-    """The part that clippings share: a contribution has an l2 norm of at most C over all parameters together.
+    """The shared part of clippings: a contribution has an l2 norm of at most C over all parameters together.
 
     Attributes:
         clip_norm: C > 0.

@@ -1,8 +1,8 @@
-"""The noise of a run whose steps are correlated: what all its streams share.
+"""The common part of all noise streams whose steps are correlated.
 
 A stream keeps tensors of earlier noise for each parameter. The step's noise is made from fresh independent numbers and
-from these tensors. Each parameter must get the noise of each step exactly once and in order, also for a draw whose step
-was not taken; otherwise later noise would be that of another matrix than the accounting assumes.
+these tensors. Each parameter must receive the noise of each step exactly once and in order, even for a draw whose step
+was not taken; otherwise later noise would belong to a different matrix than the accounting assumes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class CorrelatedStream(ABC):
     Each process keeps the tensors of its own slice of each parameter, in memory only.
 
     Args:
-        generator: of z.
+        generator: draws z.
     """
 
     def __init__(self, generator: Normals) -> None:
@@ -37,14 +37,14 @@ class CorrelatedStream(ABC):
 
     @abstractmethod
     def _begun(self, share: Tensor) -> deque[Tensor]:
-        """Return the tensors that are kept of a parameter before its first noise."""
+        """Return the tensors that are kept for a parameter before its first noise."""
 
     @abstractmethod
     def _next(self, kept: deque[Tensor], like: Tensor) -> Sequence[Tensor]:
         """Draw the numbers of the next step and advance the kept tensors, in place.
 
         Args:
-            kept: of one parameter.
+            kept: the kept tensors of one parameter.
             like: a tensor of the slice's shape and dtype.
 
         Returns:
@@ -59,8 +59,8 @@ class CorrelatedStream(ABC):
         """Begin a step. Skipped steps still draw their noise, since the order of units advances with every draw.
 
         Raises:
-            ValueError: the step is not after the last one; or a parameter had no noise in the step before, or an error
-                broke it off.
+            ValueError: the step does not follow the last one, or a parameter received no noise in the previous step, or
+                only part of it because of an error.
         """
         skipped = step - self._order.step - 1
         self._order.begin(step)
@@ -73,8 +73,8 @@ class CorrelatedStream(ABC):
         """Add the noise of this step to one process's slice of the entries, in place.
 
         Raises:
-            ValueError: the parameter already had its noise of this step, or changed its shape or dtype, or the dtype
-                is neither float32 nor float64.
+            ValueError: the parameter already received its noise of this step, or changed its shape or dtype, or the
+                dtype is neither float32 nor float64.
         """
         self._order.require_first(name)
         share = slice_of(total, rank, size)
@@ -83,8 +83,8 @@ class CorrelatedStream(ABC):
         kept = self._kept[name]
         if kept and (kept[0].shape != share.shape or kept[0].dtype != share.dtype):
             raise ValueError(
-                f"{name} has {share.numel()} entries ({share.dtype}) for this process and had {kept[0].numel()} "
-                f"({kept[0].dtype}) in the steps before, with whose noise it is correlated: keep the model's shapes, "
+                f"{name} has {share.numel()} entries ({share.dtype}) on this process, but had {kept[0].numel()} "
+                f"({kept[0].dtype}) in the previous steps, with whose noise it is correlated. Keep the model's shapes, "
                 "or start a new run"
             )
         with self._order.adding(name):

@@ -1,11 +1,11 @@
-"""The normal numbers of `dpllm.mechanism.chacha20`, computed where a tensor is: on a GPU, without copies from the CPU.
+"""The normal numbers of `dpllm.mechanism.chacha20`, computed on a tensor's device, such as a GPU, without CPU copies.
 
-Place in the flow: below the generators of noise; the level "chacha20" of `privacy.randomness` on a GPU.
+This is the level "chacha20" of `privacy.randomness` on a GPU.
 
 Words and numbers are those of `chacha20`, in the same order: the words bit by bit, the numbers up to the rounding of a
 logarithm, a sine and a cosine in float64. The operations are PyTorch's, so this runs wherever PyTorch has 32-bit
-integers and float64. A key is used on a device only after that device has computed the words of the standard (RFC 8439,
-section 2.3.2).
+integers and float64. A key is used on a device only after that device has reproduced the words of the standard
+(RFC 8439, section 2.3.2).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class DeviceNormals:
     """Draws standard normal numbers from one key, on a device.
 
     Args:
-        key: 32 secret bytes, which no other object has.
-        device: with 32-bit integers and float64.
+        key: 32 secret bytes that no other object uses.
+        device: a device with 32-bit integers and float64.
 
     Raises:
-        RuntimeError: the device computes other words than the standard's.
+        RuntimeError: the device computes words that differ from the standard's.
 
     >>> drawn = DeviceNormals(bytes(32), torch.device("cpu")).standard_normal(5)
     >>> drawn.shape, drawn.dtype
@@ -44,10 +44,10 @@ class DeviceNormals:
         self._key, self._device, self._block = key, device, 0
 
     def standard_normal(self, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return (size,) independent N(0, 1), independent of all that were returned before.
+        """Return (size,) independent N(0, 1), independent of all numbers returned before.
 
         Args:
-            size: how many.
+            size: the number of values.
             dtype: float32 or float64.
 
         Raises:
@@ -61,7 +61,7 @@ class DeviceNormals:
 
 
 def box_muller(words: Tensor, out: Tensor) -> None:
-    """Write the normal numbers of blocks of the key stream, as `dpllm.mechanism.chacha20.box_muller`.
+    """Write the normal numbers computed from blocks of the key stream, as `dpllm.mechanism.chacha20.box_muller`.
 
     Args:
         words: (16, n) words, int32 with the bits of unsigned ones.
@@ -88,11 +88,11 @@ def device_keystream(key: bytes, nonce: bytes, counter: int, num_blocks: int, de
         device: where to compute.
 
     Raises:
-        ValueError: key or nonce have another length, or the counter would begin again.
+        ValueError: key or nonce has a wrong length, or the counter would wrap around.
     """
     require_blocks(key, nonce, counter, num_blocks)
     words = np.frombuffer(b"expand 32-byte k" + key + bytes(4) + nonce, dtype="<i4").astype(np.int64)
-    # `words` are small enough to reach the device as arguments of a launch, so no copy waits for the device.
+    # `words` are small enough to reach the device as launch arguments, so no copy waits for the device.
     start = torch.stack([torch.full((num_blocks,), int(word), dtype=torch.int32, device=device) for word in words])
     numbers = torch.arange(counter, counter + num_blocks, device=device)
     start[12] = torch.where(numbers < MAX_BLOCKS // 2, numbers, numbers - MAX_BLOCKS).to(torch.int32)
@@ -116,7 +116,7 @@ def _quarter_rounds(rows: list[Tensor]) -> None:
 
 
 def _shift(rows: list[Tensor], direction: int) -> None:
-    """Turn row i by i columns, so that the diagonals are columns, or back."""
+    """Rotate row i by i columns, so that the diagonals become columns, or back."""
     for number in (1, 2, 3):
         rows[number] = rows[number].roll(-number * direction, 0)
 
@@ -133,7 +133,7 @@ def require_known_words(device: torch.device) -> None:
         found = device_keystream(key, nonce, first, count, device).T.cpu().contiguous().numpy().view(np.uint32)
         if not np.array_equal(found, keystream(key, nonce, first, count)):
             raise RuntimeError(
-                f"{device} computes other words of ChaCha20 than RFC 8439: block {first} of its key differs. Noise "
-                "from it could be predictable. Please report the device and the version of PyTorch, and take "
+                f"{device} computes words of ChaCha20 that differ from RFC 8439, in block {first} of its key. Noise "
+                "from it could be predictable. Please report the device and the PyTorch version, and set "
                 "privacy.randomness=os"
             )

@@ -1,13 +1,12 @@
-"""Discrete noise: the clipped sum is rounded to a grid, and whole multiples of the grid are added; and its accounting.
+"""Discrete noise and its accounting: the clipped sum is rounded to a grid, and whole multiples of the grid are added.
 
-Place in the flow: beside `noise`; the level "discrete" of `privacy.randomness`. The numbers are drawn by
-`dpllm.mechanism.discrete_gaussian`.
+This is the level "discrete" of `privacy.randomness`. `dpllm.mechanism.discrete_gaussian` draws the numbers.
 
 **Mechanism.** Let S be the clipped sum of a step, n its entries, C the clip norm, s = 2^40 and γ = σC/s. The step
 releases γ (round(S/γ) + Z), where Z has n independent discrete Gaussian numbers of parameter s: whole numbers x with
 probability proportional to exp(-x²/(2s²)). round(S/γ) + Z is computed with whole numbers. The factor γ, the rounding to
 float32 and the division by b come after it and depend on nothing else, so they are post-processing. There is no
-floating-point noise, and so none of the gaps by which an output of such noise can show its input (Mironov 2012).
+floating-point noise, and so none of the gaps through which an output of such noise can reveal its input (Mironov 2012).
 
 **Sensitivity.** Without a unit, the sum is S' with |S - S'| <= C. Each entry is rounded by at most half a step, so
 
@@ -15,7 +14,7 @@ floating-point noise, and so none of the gaps by which an output of such noise c
 
 in steps of the grid, in l2 norm. Over s this is |S - S'|/(σC) + sqrt(n)/s. With n <= 2^40 the second term is at most
 2^-20: the sensitivity is C (1 + σ 2^-20) for every model of up to 2^40 trained parameters, and larger ones are refused
-(`MAX_ENTRIES`). An entry beyond ±2^61 steps is cut to that, which moves two sums no further apart.
+(`MAX_ENTRIES`). An entry beyond ±2^61 steps is clamped to that, which moves two sums no further apart.
 The division by γ is rounded too, by 2^-53 of S: that is within the margin of the next paragraph.
 
 **What the sum is.** S is added up in float32: within products of matrices, over microbatches and over processes. For
@@ -112,8 +111,8 @@ class DiscreteStep(Numbers):
 
     kind: ClassVar[str] = "discrete poisson"
     max_batch_size: int | None = None
-    """The size above which a draw counts as a failure: B_max, or less where larger draws practically do not occur.
-    None: no draw does."""
+    """The size above which a draw counts as a failure: B_max, or a smaller size that draws practically never exceed.
+    None: no draw counts as one."""
     sensitivity: float
     """The largest change of the rounded sum by one unit, in clip norms; above 1."""
 
@@ -129,7 +128,7 @@ class DiscreteStep(Numbers):
 
     @property
     def truncates(self) -> bool:
-        """Whether truncation can remove a unit because of another one."""
+        """Whether truncation can remove a unit because of another unit."""
         return self.max_batch_size is not None and self.num_units is not None and self.max_batch_size < self.num_units
 
     @property
@@ -250,23 +249,23 @@ class DiscreteNoise(IndependentNoise):
     max_entries: ClassVar[int | None] = MAX_ENTRIES
 
     def candidates(self, draw: Draw, workload: object) -> list[IndependentNoise]:
-        """Return itself: nothing is left open."""
+        """Return itself, since it has no open numbers."""
         return [self]
 
     def max_batch_size(self, draw: Draw) -> int:
-        """Return the size that a draw practically never exceeds: a smaller one would cost replace-one dearly."""
+        """Return a size that a draw practically never exceeds: a smaller one would be costly under replace-one."""
         return most_drawn(draw)
 
     def event(self, draw: Draw, noise_multiplier: float, clip_norm: float) -> Event:
         """Return a step with discrete noise.
 
         Raises:
-            ValueError: rows are drawn.
+            ValueError: single rows are drawn.
         """
         if draw.rows_per_unit is not None:
             raise ValueError(
                 "randomness='discrete' has no accounting where single rows of users are drawn (sampling='example'). "
-                "Draw whole users (sampling='unit'), or take randomness='chacha20'"
+                "Draw whole users (sampling='unit'), or use randomness='chacha20'"
             )
         return DiscreteStep(
             num_units=draw.num_units,
@@ -285,8 +284,8 @@ class DiscreteNoise(IndependentNoise):
         """
         if getattr(generator, "randomness", None) != "discrete":
             raise ValueError(
-                "the plan has randomness='discrete', and its noise was asked of a generator of other noise: the ε of "
-                "the plan would not hold. Pass dpllm.NoiseSource(randomness='discrete')"
+                "the plan has randomness='discrete', but its noise was requested from a generator of different noise, "
+                "so the plan's ε would not hold. Pass dpllm.NoiseSource(randomness='discrete')"
             )
         return DiscreteStream(generator)
 
@@ -295,15 +294,15 @@ class DiscreteNoise(IndependentNoise):
         return "discrete Gaussian noise, on a grid of 2⁻⁴⁰ standard deviations to which the sum is rounded,"
 
     def ensured(self, draw: Draw, drawn: str, noise_stddev: float) -> list[tuple[str, str]]:
-        """Return the assumptions of the accounting, and how the run ensures each."""
+        """Return the accounting's assumptions, and how the run ensures each of them."""
         sampling, _ = super().ensured(draw, drawn, noise_stddev)
         noise = (
             "Noise is independent in every step and parameter entry, and exact",
-            f"discrete Gaussian noise of standard deviation {noise_stddev:.6g} is drawn with whole numbers, once per "
-            "step, and added to the complete sum, rounded to a grid; no floating-point number is part of it",
+            f"discrete Gaussian noise of standard deviation {noise_stddev:.6g} is drawn in whole numbers, once per "
+            "step, and added to the complete sum, rounded to a grid; no floating-point number enters the noise",
         )
         margin = (
-            "Adding up in floating point changes two neighbouring sums by little",
+            "Floating-point summation changes the distance between two neighbouring sums only slightly",
             f"a margin, not a proof: the accounting adds {SUM_SHARE * most_drawn(draw):.2g} C to the sensitivity, "
             "16 units in the last place of float32 for each contribution",
         )
@@ -311,29 +310,29 @@ class DiscreteNoise(IndependentNoise):
 
 
 class DiscreteStream:
-    """The noise of a run; it is not kept.
+    """The noise of a run; it is not stored.
 
     Args:
-        generator: rounds to the grid, and adds the noise.
+        generator: rounds to the grid and adds the noise.
     """
 
     def __init__(self, generator: Normals) -> None:
-        """Remember the generator."""
+        """Store the generator."""
         self._generator = generator
 
     def begin(self, step: int) -> None:
-        """Do nothing: steps do not depend on each other."""
+        """Do nothing, since steps do not depend on each other."""
 
     def add_share_(self, name: str, total: Tensor, stddev: float, rank: int, size: int) -> None:
         """Round the complete sum to the grid and add the noise, in place.
 
         Raises:
-            ValueError: it is one of several processes' shares of the sum; or it has less than 32 bits.
+            ValueError: it is one of several processes' shares of the sum, or it has less than 32 bits.
         """
         if size != 1:
             raise ValueError(
-                f"{name} is the share of one of {size} processes, and discrete noise is added to the complete sum: "
-                "floating-point additions after it would show the last bits of the other shares. Use an engine that "
+                f"{name} is one process's share out of {size}, but discrete noise is added to the complete sum: "
+                "floating-point additions after it would reveal the last bits of the other shares. Use an engine that "
                 "adds noise to totals"
             )
         self._generator.add_(slice_of(total, rank, size), stddev)

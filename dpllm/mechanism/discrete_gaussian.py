@@ -1,17 +1,17 @@
-"""Discrete Gaussian numbers, drawn exactly: every probability is the stated one, with no rounding anywhere.
+"""Discrete Gaussian numbers, drawn exactly: every probability is the stated one, without rounding.
 
-Place in the flow: below the generators of noise; the level "discrete" of `privacy.randomness`.
+This is the level "discrete" of `privacy.randomness`.
 
 The discrete Gaussian of parameter s gives each whole number x a probability proportional to exp(-x²/(2s²)) (Canonne,
-Kamath, Steinke 2020, arXiv:2004.00010). Floating-point Gaussian numbers have gaps that depend on the value beneath
-them, by which an output can show its input (Mironov 2012, "On significance of the least significant bits for
+Kamath, Steinke 2020, arXiv:2004.00010). Floating-point Gaussian numbers have gaps that depend on the underlying value,
+through which an output can reveal its input (Mironov 2012, "On significance of the least significant bits for
 differential privacy"). Whole numbers have no gaps.
 
-**Algorithm.** That of Canonne, Kamath and Steinke, with t = s = 2^k, for many numbers at once. All comparisons are
-between whole numbers, so each coin has exactly its probability:
+**Algorithm.** Canonne, Kamath and Steinke's, with t = s = 2^k, for many numbers at once. All comparisons are between
+whole numbers, so each coin has exactly its probability:
 
 * Discrete Laplace of scale t (their Algorithm 2): U uniform on 0, ..., t - 1, kept with probability exp(-U/t); V
-  geometric, P[V >= v] = exp(-v); |Y| = U + tV with a random sign, where "minus 0" is thrown away.
+    geometric, P[V >= v] = exp(-v); |Y| = U + tV with a random sign, where "minus 0" is discarded.
 * Rejection (their Algorithm 3): Y is kept with probability exp(-(|Y| - t)²/(2t²)). With | |Y| - t | = t a + F, where a
   is whole and 0 <= F <= t, this is exp(-a²/2) exp(-a F/t) exp(-F²/(2t²)): a product of independent coins.
 * A coin of probability exp(-p), 0 <= p <= 1 (their Algorithm 1): toss coins of probability p/K for K = 1, 2, ... up to
@@ -22,8 +22,8 @@ between whole numbers, so each coin has exactly its probability:
   of the constant. If all 64 bits agree, as happens with probability 2^-64, the next bits decide; the constants are
   computed with whole numbers to as many bits as are needed.
 
-The bits are the key stream of ChaCha20, so the numbers are exact up to the assumption that the cipher's bits cannot be
-told from random ones. The time of a draw depends on the number of rejections, that is on the noise and on no data.
+The bits are the key stream of ChaCha20, so the numbers are exact if the cipher's bits are indistinguishable from random
+ones. The time of a draw depends on the number of rejections, that is on the noise and not on the data.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from dpllm.mechanism.chacha20 import keystream
 
 DEVIATION_BITS = 40
-"""The deviation of the noise is 2^k steps of the grid."""
+"""The standard deviation of the noise is 2^k grid steps."""
 
 _WORDS_OF_A_BLOCK = 8  # of 64 bits
 _CANDIDATES_AT_A_TIME = 1 << 15  # whose arrays stay in a processor's cache
@@ -55,7 +55,7 @@ class DiscreteGaussians:
     the cipher's bits are random.
 
     Args:
-        key: 32 secret bytes, which no other object has.
+        key: 32 secret bytes that no other object uses.
         bits: k, from 0 to 40.
 
     Raises:
@@ -70,15 +70,15 @@ class DiscreteGaussians:
         """Begin with the first word of the key stream."""
         if not 0 <= bits <= _MOST_BITS:
             raise ValueError(
-                f"the deviation is 2^k steps of the grid, and k is {bits}; a k from 0 to {_MOST_BITS} is needed"
+                f"the standard deviation is 2^k grid steps, and k is {bits}; k must be from 0 to {_MOST_BITS}"
             )
         self._bits, self._stream = bits, _Stream(key)
 
     def draw(self, size: int) -> NDArray[np.int64]:
-        """Return (size,) numbers, independent of all that were returned before.
+        """Return (size,) numbers, independent of all numbers returned before.
 
         Args:
-            size: how many.
+            size: the number of values.
 
         Raises:
             ValueError: the 2^35 words of the key are used up: after about 3 thousand million numbers.
@@ -92,7 +92,7 @@ class DiscreteGaussians:
         return drawn
 
     def _candidates(self, count: int) -> NDArray[np.int64]:
-        """Return those of ``count`` candidates that are kept."""
+        """Return the accepted ones of ``count`` candidates."""
         stream, width = self._stream, np.uint64(1 << self._bits)
         words = stream.take(count)
         part = _upper(words, self._bits)  # U
@@ -111,7 +111,7 @@ class DiscreteGaussians:
 
 
 class _Stream:
-    """The words of a key, each handed out once."""
+    """The words of a key, each returned once."""
 
     def __init__(self, key: bytes) -> None:
         self._key, self._block = key, 0
@@ -119,7 +119,7 @@ class _Stream:
 
     def take(self, count: int) -> _Words:
         """Return (count,) uniform numbers of 64 bits."""
-        if self._used + count > len(self._words):  # the words that are left over are not used
+        if self._used + count > len(self._words):  # the remaining words are not used
             blocks = max(_BLOCKS_AT_A_TIME, -(-count // _WORDS_OF_A_BLOCK))
             words = keystream(self._key, bytes(12), self._block, blocks)
             self._words, self._used, self._block = words.view(np.uint64).reshape(-1), 0, self._block + blocks
@@ -127,7 +127,7 @@ class _Stream:
         return self._words[self._used - count : self._used]
 
     def below(self, limit: int, words: _Words) -> _Mask:
-        """Return coins of probability 1/limit from the low 24 bits of words, drawn again where they decide nothing."""
+        """Return coins of probability 1/limit from the low 24 bits of words, redrawn if they are inconclusive."""
         spare = words & _SPARE
         even = np.uint64((1 << 24) // limit * limit)
         again = np.flatnonzero(spare >= even)
@@ -170,8 +170,8 @@ def _until_failure(count: int, tossed: Callable[[int, NDArray[np.int64]], _Mask]
     """Return for each of ``count`` series of coins whether the number of its first failure is odd.
 
     Args:
-        count: of series.
-        tossed: from K and the series that have had no failure, (m,), to their K-th coins, (m,).
+        count: the number of series.
+        tossed: maps K and the series without a failure, (m,), to their K-th coins, (m,).
     """
     odd = np.zeros(count, np.bool_)
     going = np.arange(count)
@@ -210,7 +210,7 @@ def _geometric(stream: _Stream, count: int) -> NDArray[np.int64]:
     words, limits = stream.take(count), _limits()
     places = np.searchsorted(limits, words, side="right")
     numbers: NDArray[np.int64] = (len(limits) - places).astype(np.int64)
-    for at in np.flatnonzero((places > 0) & (limits[places - 1] == words)):  # the first 64 bits leave V open
+    for at in np.flatnonzero((places > 0) & (limits[places - 1] == words)):  # the first 64 bits do not determine V
         numbers[at] = _geometric_of(stream, int(words[at]))
     return numbers
 
@@ -241,7 +241,7 @@ _FIRST_WITHOUT_BITS = 45  # exp(-45) < 2^-64
 
 @cache
 def _limits() -> _Words:
-    """Return the first 64 bits of exp(-v), v = 45, 44, ..., 1, in rising order."""
+    """Return the first 64 bits of exp(-v), v = 45, 44, ..., 1, in ascending order."""
     return np.array([leading_bits(2 * v, 64) for v in range(_FIRST_WITHOUT_BITS, 0, -1)], np.uint64)
 
 

@@ -1,8 +1,8 @@
 """Privacy events: the privacy charge of one step of a run, and its privacy loss.
 
-Place in the flow: below the accounting. Ledgers and budgets store an *event* for each step. The cost of the steps of a
-run is the sum of the privacy losses of *rounds*, which are independent of each other. A step of DP-SGD is one round;
-another mechanism may need fewer rounds than steps, since a unit enters only some of the steps.
+Ledgers and budgets store an *event* for each step. The cost of a run's steps is the sum of the privacy losses of
+*rounds*, which are independent of each other. A step of DP-SGD is one round; other mechanisms may need fewer rounds
+than steps, since a unit enters only some of the steps.
 
 Two adjacencies. *zero-out*: a unit's contribution is replaced by nothing while the public number of units stays.
 *replace-one*: a unit is replaced by any other.
@@ -57,16 +57,16 @@ class Event(Protocol):
 
     @property
     def is_selection(self) -> bool:
-        """Whether it is one release of several complete runs, which has no ε before all of them have ended."""
+        """Whether it is one release from several complete runs, which has no ε before all of them have ended."""
         ...
 
     @property
     def answers(self) -> tuple[tuple[Event, int], ...] | None:
-        """All kinds of private answers that it stands for, with their counts; None: it is a step of a training."""
+        """All private answers that it represents, with their counts; None: it is a training step."""
         ...
 
     def rounds(self, num_steps: int) -> list[tuple[Round, int]]:
-        """Return the rounds of ``num_steps`` consecutive steps, the first of which is the first of a run or resume."""
+        """Return the rounds of ``num_steps`` consecutive steps, starting with the first step of a run or resume."""
         ...
 
     def words(self) -> EventWords:
@@ -79,7 +79,7 @@ class Round(Event, Protocol):
 
     @property
     def untruncated(self) -> Step | None:
-        """The same event without truncation, if that is a plain Poisson sampled Gaussian; otherwise None."""
+        """The same event without truncation, if it is a plain Poisson sampled Gaussian; otherwise None."""
         ...
 
     @property
@@ -89,17 +89,17 @@ class Round(Event, Protocol):
 
     @property
     def is_bare(self) -> bool:
-        """Whether there is no noise, or too little for the change by one unit: no ε is computed, inf is correct."""
+        """Whether there is no noise, or too little for one unit's change: no ε is computed, and inf is correct."""
         ...
 
     @property
     def sampling_rate(self) -> float:
-        """q, the probability that a unit, or a row where rows are drawn, enters."""
+        """q, the probability that a unit, or a row if rows are drawn, enters."""
         ...
 
     @property
     def truncates(self) -> bool:
-        """Whether truncation can remove a unit because of another one."""
+        """Whether truncation can remove a unit because of another unit."""
         ...
 
     @property
@@ -109,32 +109,32 @@ class Round(Event, Protocol):
 
     @property
     def renyi_event(self) -> dp_accounting.DpEvent | None:
-        """The event in the terms of dp_accounting's Rényi accountant, without truncation; None: it has none."""
+        """The event in terms of dp_accounting's Rényi accountant, without truncation; None: it has none."""
         ...
 
     @property
     def most_epsilon(self) -> float:
-        """The largest ε that is computed for it, where only Rényi divergences are known; otherwise inf."""
+        """The largest ε that is computed for it if only Rényi divergences are known; otherwise inf."""
         ...
 
     @property
     def library_gap(self) -> str | None:
-        """What dp_accounting has no loss distribution of, and what to compare by; None: it has one of the event."""
+        """Why dp_accounting has no loss distribution of the event, and what to compare instead; None: it has one."""
         ...
 
     def with_noise(self, noise_multiplier: float) -> Round:
-        """Return the same round with another σ."""
+        """Return the same round with a different σ."""
         ...
 
     def has_pair(self, adjacency: str) -> bool:
-        """Whether `parts` has distributions for this adjacency; otherwise group privacy is used."""
+        """Return whether `parts` has distributions for this adjacency; otherwise group privacy is used."""
         ...
 
     def parts(self, count: int, adjacency: str, width: float) -> list[tuple[pld.LossPmf, int]]:
         """Return, per direction of the adjacency, the loss that ``count`` rounds add, and its multiplicity.
 
         Args:
-            count: rounds.
+            count: the number of rounds.
             adjacency: "zero-out" (two directions: remove, add) or "replace-one" (one).
             width: the spacing of the grid of losses.
         """
@@ -154,39 +154,39 @@ class EventWords:
     """The description of an event for readers."""
 
     sampling: str
-    """How units are drawn, for a table: a few words."""
+    """How units are drawn, in a few words, for a table."""
     accounted_as: str
-    """The accounting of the event, with the source."""
+    """How the event is accounted for, with the source."""
     options: str | None
     """The options of ``dpllm epsilon`` that give the same event; None: no options do."""
     is_sampled: bool = True
-    """Whether the units of a step are a random sample. False: they are visited in an order, and there is no rate q."""
+    """Whether a step's units are a random sample. False: they are visited in an order, and there is no rate q."""
     command_steps: int = 1
-    """The value of ``--steps`` beside the options, for one round."""
+    """The value of ``--steps`` next to the options, for one round."""
     renyi: str = "an upper bound, looser by nature, under zero-out, without the effect of truncation"
     """The meaning of ε by Rényi accounting (`Round.renyi_event`), or why there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
-    """The parameters of a step that determine its privacy cost, for all samplers; the events extend it."""
+    """The parameters of a step that determine its privacy cost, for all samplers; events extend it."""
 
     num_units: int | None = None
-    """N, public. None: unknown; then there is no truncation either."""
+    """N, public. None: unknown, and then there is no truncation."""
     sampling_rate: float
-    """q, the probability that a unit, or a row where rows are drawn, enters the step."""
+    """q, the probability that a unit, or a row if rows are drawn, enters the step."""
     noise_multiplier: float
     """σ; 0 means no privacy."""
     clip_norm: float = 1.0
-    """C. ε does not depend on it; the ledger keeps it with the step."""
+    """C. ε does not depend on it; the ledger stores it with the step."""
 
     def __post_init__(self) -> None:
         """Check kinds and ranges."""
         if not isinstance(self.noise_multiplier, float):
             raise ValueError(
                 f"noise_multiplier must be a float, got {self.noise_multiplier!r} "
-                f"({type(self.noise_multiplier).__name__}): with other kinds of numbers accountants are known to leave "
-                "out terms of a composition. Write 1.0 for 1"
+                f"({type(self.noise_multiplier).__name__}): with other number types accountants may omit "
+                "terms of a composition. Write 1.0 for 1"
             )
         for name in ("sampling_rate", "noise_multiplier", "clip_norm"):
             value = getattr(self, name)
@@ -217,7 +217,7 @@ class Numbers:
 
     @property
     def is_bare(self) -> bool:
-        """Whether there is no noise, or too little for the change by one unit: no ε is computed, inf is correct."""
+        """Whether there is no noise, or too little for one unit's change: no ε is computed, and inf is correct."""
         return self.noise_multiplier < MIN_NOISE * self.moves
 
     @property
@@ -227,50 +227,50 @@ class Numbers:
 
     @property
     def restarts(self) -> bool:
-        """Each step is a separate round, so a resume costs nothing more."""
+        """Each step is a separate round, so a resume has no extra cost."""
         return False
 
     @property
     def is_selection(self) -> bool:
-        """A step is part of one run."""
+        """A step belongs to one run."""
         return False
 
     @property
     def answers(self) -> tuple[tuple[Event, int], ...] | None:
-        """None: it is one step."""
+        """None: it is a single step."""
         return None
 
     @property
     def untruncated(self) -> Step | None:
-        """None: it is not a Poisson sampled Gaussian, unless the event says otherwise."""
+        """None: it is not a Poisson sampled Gaussian, unless the event overrides this."""
         return None
 
     @property
     def renyi_event(self) -> dp_accounting.DpEvent | None:
-        """That of the same event without truncation, if it is a Poisson sampled Gaussian."""
+        """The same event without truncation, if it is a Poisson sampled Gaussian."""
         return None if self.untruncated is None else self.untruncated.dp_event()
 
     @property
     def zcdp_rho(self) -> float:
-        """No ρ is known, unless the event says otherwise."""
+        """inf: no ρ is known, unless the event overrides this."""
         return math.inf
 
     @property
     def most_epsilon(self) -> float:
-        """No limit: the losses themselves are known, unless the event says otherwise."""
+        """No limit, since the losses themselves are known, unless the event overrides this."""
         return math.inf
 
     @property
     def library_gap(self) -> str | None:
-        """None: dp_accounting has the event, unless it says otherwise."""
+        """None: dp_accounting has the event, unless the event overrides this."""
         return None
 
     def _gaussian_rho(self, moved: float) -> float:
-        """Return ρ of Gaussian noise, continuous or discrete, on a sum that one unit moves by ``moved`` clip norms."""
+        """Return ρ of Gaussian noise, continuous or discrete, on a sum that a unit changes by ``moved`` clip norms."""
         return math.inf if self.noise_multiplier == 0 else moved**2 / (2 * self.noise_multiplier**2)
 
     def with_noise(self, noise_multiplier: float) -> Self:
-        """Return the same round with another σ."""
+        """Return the same round with a different σ."""
         return dataclasses.replace(self, noise_multiplier=noise_multiplier)
 
 
@@ -294,13 +294,13 @@ class Step(Numbers):
         super().__post_init__()
         if self.max_batch_size is not None:
             if self.num_units is None:
-                raise ValueError("max_batch_size needs num_units: the frequency of truncation depends on both")
+                raise ValueError("max_batch_size needs num_units: the truncation probability depends on both")
             if self.max_batch_size < 1:
                 raise ValueError(f"max_batch_size must be at least 1, got {self.max_batch_size}")
 
     @property
     def truncates(self) -> bool:
-        """Whether truncation can remove a unit because of another one."""
+        """Whether truncation can remove a unit because of another unit."""
         return self.max_batch_size is not None and self.num_units is not None and self.max_batch_size < self.num_units
 
     @property
@@ -365,7 +365,7 @@ class Step(Numbers):
 
 @dataclass(frozen=True, kw_only=True)
 class NeverTruncated(Numbers):
-    """Parameters of a round that is no Poisson sampled Gaussian, and that has no truncation."""
+    """Parameters of a round that is not a Poisson sampled Gaussian, and is not truncated."""
 
     @property
     def truncates(self) -> bool:
@@ -401,7 +401,7 @@ class StepOfRows(NeverTruncated):
         if self.rows_per_unit > MAX_ROWS_DRAWN_PER_UNIT:
             raise ValueError(
                 f"rows_per_unit must be at most {MAX_ROWS_DRAWN_PER_UNIT:,}, got {self.rows_per_unit}: the cost of "
-                "more rows of one unit is not computed within seconds. Take fewer rows of a unit"
+                "more rows per unit takes too long to compute. Use fewer rows per unit"
             )
 
     @property
@@ -448,10 +448,10 @@ class StepOfRows(NeverTruncated):
         return EventWords(
             sampling=f"Poisson, rows of which a unit has up to {self.rows_per_unit}",
             accounted_as=f"a mixture of Gaussians: of a user's k = {self.rows_per_unit} rows Binomial(k, q) are drawn, "
-            "and the sum moves by as many C (Charles et al., arXiv:2407.07737). Under replace-one, by group privacy: ε "
+            "and each changes the sum by C (Charles et al., arXiv:2407.07737). Under replace-one, by group privacy: ε "
             "is twice a zero-out ε at a smaller δ",
             options=f"--rows-per-unit {self.rows_per_unit}",
-            renyi="does not apply: it has no event for the rows of a user drawn each by itself",
+            renyi="does not apply: it has no event for a user's rows that are drawn one by one",
         )
 
 
@@ -467,7 +467,7 @@ def dp_sgd(
     """Return the event of a step of DP-SGD.
 
     Args:
-        sampling_rate: q, of a unit, or of a row where ``rows_per_unit`` is above 1.
+        sampling_rate: q, of a unit, or of a row if ``rows_per_unit`` is above 1.
         noise_multiplier: σ.
         num_units: N; needed with ``max_batch_size``.
         max_batch_size: B_max. None: plain Poisson sampling.
@@ -486,8 +486,8 @@ def dp_sgd(
         return Step(max_batch_size=max_batch_size, **numbers)
     if max_batch_size is not None:
         raise ValueError(
-            "max_batch_size truncates a sample of units; there is no accounting for a truncated sample of rows. Leave "
-            "max_batch_size out"
+            "max_batch_size truncates a sample of units, and a truncated sample of rows has no accounting. Omit "
+            "max_batch_size"
         )
     return StepOfRows(rows_per_unit=rows_per_unit, **numbers)
 
@@ -505,12 +505,12 @@ def _pairs(adjacency: str) -> tuple[AdjacencyType, ...]:
 
 @lru_cache(maxsize=32)
 def _sampled(sigma: float, rate: float, adjacency: str, width: float) -> tuple[pld.LossPmf, ...]:
-    """Return the loss distributions of one sampled Gaussian sum: of removing and adding a unit, or of replacing one."""
+    """Return one sampled Gaussian sum's loss distributions: for removing and adding a unit, or for replacing one."""
     return tuple(pld.sampled_gaussian(sigma, rate, pair, width) for pair in _pairs(adjacency))
 
 
 def _whole(sigma: float, count: int, adjacency: str, width: float) -> list[tuple[pld.LossPmf, int]]:
-    """Return the loss of Gaussian sums over all units: T of them are one with T times less variance, exactly."""
+    """Return the loss of Gaussian sums over all units: T of them equal one with T times less variance, exactly."""
     return [(pmf, 1) for pmf in _sampled(sigma / math.sqrt(count), 1.0, adjacency, width)]
 
 
@@ -526,15 +526,15 @@ def _rows(step: StepOfRows, adjacency: str, width: float) -> tuple[pld.LossPmf, 
 def _truncated(step: Step, adjacency: str, width: float) -> tuple[pld.LossPmf, ...]:
     """Return the loss distributions of one step with truncation.
 
-    They are those that dp_accounting gives its TruncatedSubsampledGaussianDpEvent (arXiv:2508.15089): a mixture of the
-    plain Poisson pair (when the batch is not truncated) and the replace-one pair at σ/2 (when it is, since the unit may
-    push another one out).
+    They are the distributions that dp_accounting uses for its TruncatedSubsampledGaussianDpEvent (arXiv:2508.15089): a
+    mixture of the plain Poisson pair (if the batch is not truncated) and the replace-one pair at σ/2 (if it is, since
+    the unit may displace another one).
     """
     sigma, rate, most, num_units = step.noise_multiplier, step.sampling_rate, step.max_batch_size, step.num_units
     assert most is not None and num_units is not None
     plain = _sampled(sigma, rate, adjacency, width)
     truncated = float(stats.binom.sf(most - 1, num_units - 1, rate))
-    # The chance that the unit is in the batch, given that the others alone would fill it.
+    # The probability that the unit is in the batch, given that the others alone would fill it.
     over = float(stats.binom.sf(most, num_units, rate))
     if truncated == 0 or over == 0:
         return plain
@@ -558,7 +558,7 @@ def _grid(sigma: float, rate: float, count: int, adjacency: str, width: float, t
 
 
 def _loss_deviation(sigma: float, sampling_rate: float) -> float:
-    """Return about the standard deviation of one step's privacy loss, by sums over a grid of outcomes."""
+    """Return an approximate standard deviation of one step's privacy loss, by sums over a grid of outcomes."""
     outcomes = np.linspace(-8 * sigma, 1 + 8 * sigma, 4001)
     exponent = (outcomes - 0.5) / sigma**2
     sampled = sampling_rate * stats.norm.pdf(outcomes, 1, sigma)

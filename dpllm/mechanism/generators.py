@@ -7,12 +7,13 @@ repeat the noise.
 `privacy.randomness` names the generator, which expands the operating system's entropy to the noise of a whole tensor:
 
 * "os": NumPy's PCG64DXSM on the CPU, with 256 bits of entropy; PyTorch's Philox on a GPU, with 126 bits (its key and
-  offset). Both pass statistical tests. Neither was designed to withstand somebody who computes the key from the noise.
-* "chacha20": ChaCha20 with a key of 256 bits (`dpllm.mechanism.chacha20`). To tell this noise from that of true random
-  bits, the cipher would have to be broken. A GPU computes the same words (`dpllm.mechanism.device_chacha20`).
-* "discrete": whole numbers with an exact discrete Gaussian distribution, from ChaCha20, on a grid of 2^-40 standard
-  deviations to which the sum is rounded first (`dpllm.mechanism.discrete`). It is drawn on the CPU also for a gradient
-  on a GPU, and copied: slower. ε is larger, since its accounting is by Rényi divergences.
+    offset). Both pass statistical tests, but neither was designed to withstand an attacker who computes the key.
+  * "chacha20": ChaCha20 with a key of 256 bits (`dpllm.mechanism.chacha20`). Distinguishing this noise from noise made
+    of true random bits would mean breaking the cipher. A GPU computes the same words
+    (`dpllm.mechanism.device_chacha20`).
+  * "discrete": whole numbers with an exact discrete Gaussian distribution, from ChaCha20, on a grid of 2^-40 standard
+    deviations to which the sum is rounded first (`dpllm.mechanism.discrete`). It is drawn on the CPU and copied to a
+    GPU, which is slower. ε is larger, since its accounting uses Rényi divergences.
 
 Known limit of the first two: floating-point Gaussian samples are not exactly Gaussian (Mironov 2012); no attack on the
 gradients of large models is known, and other libraries have the same limit. The third has no such limit.
@@ -34,7 +35,7 @@ from dpllm.mechanism.keys import KEY_BYTES, SecretKey
 from dpllm.mechanism.limits import RANDOMNESS
 
 ENTRIES_AT_A_TIME = 1 << 22
-"""Noise drawn at a time: 16 MiB, which a GPU's cache holds until it is added."""
+"""Noise drawn at once: 16 MiB, which a GPU's cache holds until it is added."""
 
 
 _FURTHEST = 2.0**61
@@ -47,11 +48,11 @@ class NoiseSource:
     Args:
         seed: None takes fresh entropy from the operating system for each tensor. A number gives the same noise in every
             run: only for tests, and such a run is not private.
-        stream: the number of the sequence that the seed starts; the rank of a process.
+        stream: the index of the sequence that the seed starts; a process's rank.
         randomness: the generator, "os", "chacha20" or "discrete".
 
     Raises:
-        ValueError: there is no such generator.
+        ValueError: the generator is unknown.
     """
 
     def __init__(self, seed: int | None = None, stream: int = 0, randomness: str = "os") -> None:
@@ -94,7 +95,7 @@ class NoiseSource:
             block.add_(draw(block), alpha=noise_stddev)
 
     def write_(self, grad: Tensor, noise_stddev: float) -> None:
-        """Write to a tensor what `add_` makes of zeros, with the same bits; its entries are not read.
+        """Write the noise that `add_` would add to zeros, with the same bits, without reading the tensor's entries.
 
         >>> grad = torch.full((10_000,), torch.nan)
         >>> NoiseSource().write_(grad, 2.0)
@@ -102,7 +103,7 @@ class NoiseSource:
         True
         """
         _require_sum(grad, noise_stddev)
-        own = type(self) is not NoiseSource  # a class made from it may add something else
+        own = type(self) is not NoiseSource  # a subclass may add something else
         if own or noise_stddev == 0 or self._randomness == "discrete":
             self.add_(grad.zero_(), noise_stddev)
             return
@@ -114,14 +115,14 @@ class NoiseSource:
         """Return independent N(0, 1) of the shape, dtype and device of a contiguous tensor.
 
         Raises:
-            ValueError: the noise is discrete: there are no normal numbers of which it is a multiple.
+            ValueError: the noise is discrete, and not a multiple of normal numbers.
         """
         self._refuse_discrete()
         draw = normals_from(self._entropy(), self._randomness, total)
         return torch.cat([draw(block) for block in total.view(-1).split(ENTRIES_AT_A_TIME)]).view_as(total)
 
     def numbers(self) -> Addressed:
-        """Return numbers that can be drawn again, from a key that nothing else has.
+        """Return numbers that can be redrawn, from a key that nothing else has.
 
         Raises:
             ValueError: the noise is discrete.
@@ -132,8 +133,8 @@ class NoiseSource:
     def _refuse_discrete(self) -> None:
         if self._randomness == "discrete":
             raise ValueError(
-                "discrete noise is added to a rounded sum in each step; correlated noise needs normal numbers. Take "
-                "noise='independent', or randomness='chacha20'"
+                "discrete noise is added to a rounded sum in each step, but correlated noise needs normal numbers. "
+                "Use noise='independent', or randomness='chacha20'"
             )
 
     def _entropy(self) -> bytes:
@@ -145,29 +146,29 @@ class NoiseSource:
 
 
 class Addressed:
-    """Standard normal numbers at addresses: drawn twice, they are equal. For noise that is made again.
+    """Standard normal numbers at addresses: equal each time they are drawn. For noise that is recomputed.
 
     Args:
-        key: determines the numbers; made for this object.
+        key: determines the numbers; created for this object.
         randomness: the generator.
     """
 
     def __init__(self, key: SecretKey, randomness: str) -> None:
-        """Remember the key."""
+        """Store the key."""
         self._key, self._randomness = key, randomness
 
     def at(self, *address: int | str) -> NumbersAt:
-        """Return the numbers of an address, from their beginning."""
+        """Return the numbers at an address, from their beginning."""
         return NumbersAt(self._key, self._randomness, address)
 
 
 class NumbersAt:
-    """The sequence of draws at one address. Each draw has a key of its own, derived from address and number.
+    """The sequence of draws at one address. Each draw has its own key, derived from its address and index.
 
     Args:
-        key: of all addresses.
+        key: the key of all addresses.
         randomness: the generator.
-        address: of this sequence.
+        address: the address of this sequence.
     """
 
     def __init__(self, key: SecretKey, randomness: str, address: tuple[int | str, ...]) -> None:
@@ -176,11 +177,11 @@ class NumbersAt:
         self._draw = 0
 
     def skip(self, draws: int) -> None:
-        """Leave out the next draws, at no cost."""
+        """Skip the next draws, at no cost."""
         self._draw += draws
 
     def add_(self, grad: Tensor, noise_stddev: float) -> None:
-        """Add the next draw, times a standard deviation, in place."""
+        """Add the next draw, multiplied by a standard deviation, in place."""
         grad.add_(self.normal_like(grad), alpha=noise_stddev)
 
     def normal_like(self, total: Tensor) -> Tensor:
@@ -197,14 +198,14 @@ def _require_sum(grad: Tensor, noise_stddev: float) -> None:
             "float32 until the noise is added."
         )
     if not noise_stddev >= 0:
-        raise ValueError(f"noise_stddev is {noise_stddev}; a number of at least 0 is needed.")
+        raise ValueError(f"noise_stddev is {noise_stddev}; it must be at least 0.")
 
 
 def normals_from(entropy: bytes, randomness: str, like: Tensor) -> Callable[[Tensor], Tensor]:
     """Return a function that draws N(0, 1) of the shape, dtype and device of a block, from one new generator.
 
     Args:
-        entropy: 32 secret bytes. The same ones give the same numbers again, on the same kind of device.
+        entropy: 32 secret bytes. The same bytes give the same numbers again, on the same kind of device.
         randomness: the generator.
         like: float32 or float64, on the device of the blocks.
     """
@@ -223,7 +224,7 @@ def round_and_add_(block: Tensor, noise_stddev: float, numbers: DiscreteGaussian
     """Round the entries to multiples of γ = noise_stddev / 2^40, and add whole multiples of it, in place.
 
     Guarantee: the rounded sum and the noise are added as whole numbers. The product with γ, rounded to the block's
-    dtype, is computed from their sum only.
+    dtype, is computed only from their sum.
 
     Args:
         block: (n,), float32 or float64, contiguous.
@@ -236,7 +237,7 @@ def round_and_add_(block: Tensor, noise_stddev: float, numbers: DiscreteGaussian
     True
     """
     step = noise_stddev / 2**DEVIATION_BITS
-    # A sum of clipped contributions is finite. Were it not, a zero would reveal nothing about the sum.
+    # A sum of clipped contributions is finite. If it were not, a zero would reveal nothing about the sum.
     rounded = np.rint(np.nan_to_num(block.detach().cpu().double().numpy() / step, nan=0.0))
     whole = np.clip(rounded, -_FURTHEST, _FURTHEST).astype(np.int64) + numbers.draw(block.numel())
     block.copy_(torch.from_numpy(whole * step))

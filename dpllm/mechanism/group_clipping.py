@@ -1,4 +1,4 @@
-"""Clipping by named groups of parameters: each group is bounded separately, with a share of C that the recipe gives."""
+"""Clipping by named parameter groups: each group is bounded separately, with a share of C that the recipe sets."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from dpllm.mechanism.clipping import NormBound
 if TYPE_CHECKING:
     from torch import Tensor
 
-_REST = ("*",)  # the patterns of a group that takes all parameters that no other group names
+_REST = ("*",)  # the patterns of a group that takes all parameters not named by other groups
 
 
 @dataclass(frozen=True)
 class GroupClipping(NormBound):
-    """Scale each unit's gradient in each named group k of parameters to a norm of at most C_k, where Σ C_k² = C².
+    """Scale each unit's gradient in each named parameter group k to a norm of at most C_k, where Σ C_k² = C².
 
     Group-wise clipping (McMahan et al. 2018, arXiv:1812.06210; He et al. 2023, arXiv:2212.01539). The norm of a
     contribution over all groups is at most √(Σ C_k²) = C, so the privacy event is that of `FlatClipping`, and every
-    entry of every group gets noise of deviation σC. Noise of σC_k in group k would be too small: K releases, each with
-    noise multiplier σ, are together one with σ/√K. Only names decide the groups, so they do not depend on the data.
+    entry of every group gets noise of standard deviation σC. Noise of σC_k in group k would be too small: K releases,
+    each with noise multiplier σ, together equal one with σ/√K. Only names determine the groups, so they do not depend
+    on the data.
 
     Attributes:
-        parameters: name of each group to a pattern, or to a list of patterns, of the names of its parameters
-            (``fnmatch``, with upper and lower case). The pattern "*" alone means all parameters that no other group
-            names. Stored as sorted pairs.
-        shares: name of each group to a number above 0, in proportion to C_k². None: equal shares. Stored as sorted
+        parameters: maps each group's name to a pattern, or a list of patterns, of parameter names (``fnmatch``, case
+            sensitive). The pattern "*" alone means all parameters that no other group names. Stored as sorted pairs.
+        shares: maps each group's name to a number above 0, in proportion to C_k². None: equal shares. Stored as sorted
             pairs.
 
     Raises:
-        ValueError: a name, a pattern or a share cannot be used.
+        ValueError: a name, a pattern or a share is invalid.
 
     >>> clipping = GroupClipping(5.0, {"embeddings": "*embed*", "rest": "*"}, {"embeddings": 9, "rest": 16})
     >>> clipping.clip_norms
@@ -49,11 +49,12 @@ class GroupClipping(NormBound):
         super().__post_init__()
         patterns = {name: _patterns(name, value) for name, value in _mapping("parameters", self.parameters).items()}
         if sum(value == _REST for value in patterns.values()) > 1:
-            raise ValueError('parameters has "*" for two groups: give it to the one that takes all other parameters')
+            raise ValueError('parameters has "*" for two groups: use it for the one that takes all other parameters')
         given = dict.fromkeys(patterns, 1.0) if self.shares is None else _mapping("shares", self.shares)
         if set(given) != set(patterns):
             raise ValueError(
-                f"shares has the groups {', '.join(given)}, parameters {', '.join(patterns)}: give both all"
+                f"shares has the groups {', '.join(given)}, but parameters has {', '.join(patterns)}: list the same "
+                "groups in both"
             )
         shares = {name: _share(name, value) for name, value in given.items()}
         object.__setattr__(self, "parameters", tuple(sorted(patterns.items())))
@@ -89,7 +90,7 @@ class GroupClipping(NormBound):
             if len(found) > 1:
                 raise ValueError(
                     f"clipping: the parameter {parameter} is in the groups {found[0]} and {found[1]}, so its share of "
-                    "C is not known. Change their patterns so that each parameter is in one group"
+                    "C is ambiguous. Change the patterns so that each parameter is in one group"
                 )
             if not found and rest is None:
                 raise ValueError(
@@ -100,7 +101,7 @@ class GroupClipping(NormBound):
         for name, names in members.items():
             if not names:
                 raise ValueError(
-                    f"clipping: no trainable parameter is in the group {name}, so its share of C would be lost. The "
+                    f"clipping: the group {name} contains no trainable parameter, so its share of C would be lost. The "
                     f"trainable parameters have names such as {next(iter(shapes), '(there is none)')}"
                 )
         return list(members.values())
@@ -115,7 +116,7 @@ class GroupClipping(NormBound):
             (G, U) factors in [0, 1].
 
         Raises:
-            ValueError: the norms are of another number of groups.
+            ValueError: the norms have a different number of groups.
 
         >>> import torch
         >>> clipping = GroupClipping(5.0, {"embeddings": "*embed*", "rest": "*"}, {"embeddings": 9, "rest": 16})
@@ -124,7 +125,7 @@ class GroupClipping(NormBound):
                 [0.2500, 1.0000]])
         """
         if len(norm_GU) != len(self.clip_norms):
-            raise ValueError(f"norms of {len(norm_GU)} groups were given; the clipping has {len(self.clip_norms)}")
+            raise ValueError(f"got norms of {len(norm_GU)} groups, but the clipping has {len(self.clip_norms)}")
         return (norm_GU.new_tensor(self.clip_norms)[:, None] / norm_GU).clamp_max(1)
 
     def group_factors(self, group: int, num_groups: int, norm_U: Tensor) -> Tensor:
@@ -137,7 +138,7 @@ class GroupClipping(NormBound):
             f"{name} to norm {norm:g}" for (name, _), norm in zip(self.shares, self.clip_norms, strict=True)
         )
         return (
-            f"is clipped in each group of parameters ({each}), over all groups together to norm C = {self.clip_norm:g}"
+            f"is clipped in each parameter group ({each}), and over all groups together to norm C = {self.clip_norm:g}"
         )
 
 
@@ -150,8 +151,8 @@ def _mapping(what: str, value: Any) -> dict[str, Any]:
         pairs, named = [], {}
     if not named or len(named) < len(pairs) or not all(_is_name(name) for name in named):
         raise ValueError(
-            f"{what} is {value!r}; a mapping from the names of groups (letters, digits, - and _) is needed, for "
-            "instance parameters: {embeddings: '*embed*', rest: '*'}"
+            f"{what} is {value!r}; it must map group names (letters, digits, - and _) to values, for instance "
+            f"parameters: {{embeddings: '*embed*', rest: '*'}}"
         )
     return named
 
@@ -164,7 +165,7 @@ def _patterns(name: str, value: Any) -> tuple[str, ...]:
     patterns = (value,) if isinstance(value, str) else value
     if not isinstance(patterns, list | tuple) or not patterns or not all(isinstance(one, str) for one in patterns):
         raise ValueError(
-            f"parameters.{name} is {value!r}; a pattern of parameters' names, or a list of them, is needed"
+            f"parameters.{name} is {value!r}; it must be a pattern of parameter names, or a list of patterns"
         )
     return tuple(patterns)
 
@@ -172,5 +173,5 @@ def _patterns(name: str, value: Any) -> tuple[str, ...]:
 def _share(name: str, value: Any) -> float:
     known = isinstance(value, int | float) and not isinstance(value, bool)
     if not known or not 1e-12 <= value <= 1e12:
-        raise ValueError(f"shares.{name} is {value!r}; a number above 0 is needed, in proportion to C_k squared")
+        raise ValueError(f"shares.{name} is {value!r}; it must be a number above 0, in proportion to C_k squared")
     return float(value)

@@ -1,7 +1,7 @@
-"""The noise in the private gradients of a run, as far as it is public: its variance in each step, and in averages.
+"""The public part of the noise in a run's private gradients: its variance in each step, and in averages.
 
-Place in the flow: from the plan's mechanism to an optimizer that subtracts it (`dpllm.training.corrected_adamw`). Only
-public constants enter, so its use is post-processing, and ε does not depend on it.
+An optimizer can subtract it (`dpllm.training.corrected_adamw`). Only public constants enter, so this is
+post-processing, and ε does not depend on it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class KnownNoise:
     Steps are counted from a start or a resume: both begin with fresh noise.
 
     Attributes:
-        response: (T,) how the noise that is drawn in one step enters this step's gradient and the following ones.
+        response: (T,) how the noise drawn in one step enters the gradients of this step and the following ones.
         stddev: σC/b, in units of the gradient that reaches the optimizer; 0 without noise.
     """
 
@@ -54,13 +54,13 @@ class KnownNoise:
         >>> KnownNoise((1.0, 0.0, 0.0), 1.0).averaged(0.5).response
         (0.5, 0.25, 0.125)
         """
-        from scipy import signal  # takes as long to load as all of the command line's help
+        from scipy import signal  # takes as long to load as the command line's whole help
 
         response = signal.lfilter([1 - decay], [1.0, -decay], self.response)
         return KnownNoise(tuple(response.tolist()), self.stddev)
 
     def averaged_share(self, decay: float) -> float:
-        """Return the noise in `averaged` over that in the gradients: root mean squares over the steps; without σ.
+        """Return the ratio of the noise in `averaged` to that in the gradients: root mean squares over the steps.
 
         >>> round(KnownNoise((1.0,) + (0.0,) * 9999, 3.0).averaged_share(0.9), 3)  # nearly sqrt(0.1 / 1.9)
         0.229

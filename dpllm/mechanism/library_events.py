@@ -1,6 +1,6 @@
-"""Conversion of dp_accounting's events into events of dpllm, so that both have the same accounting.
+"""Convert dp_accounting's events into dpllm's events, so that both have the same accounting.
 
-Place in the flow: beside the accounting, for users who describe their mechanism with that library.
+For users who describe their mechanism with that library.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from dpllm.mechanism.events import Event, Step
 
 
 def from_dp_event(event: dp_accounting.DpEvent, count: int = 1) -> list[tuple[Event, int]]:
-    """Return the steps that correspond to an event of dp_accounting.
+    """Return the steps that correspond to a dp_accounting event.
 
     Supported are Gaussian sums over all units or a Poisson sample of them, truncated or not, and their compositions.
 
     Args:
-        event: of dp_accounting.
-        count: the number of times it took place.
+        event: an event of dp_accounting.
+        count: how often it took place.
 
     Returns:
         (event, count) pairs: a history for `dpllm.epsilon`.
 
     Raises:
-        ValueError: it is of another kind, or a count is not a whole number of at least 0.
+        ValueError: the event has a different kind, or a count is not a whole number of at least 0.
 
     >>> [(step, count)] = from_dp_event(
     ...     dp_accounting.PoissonSampledDpEvent(0.02, dp_accounting.GaussianDpEvent(1.0)), 1500)
@@ -44,7 +44,7 @@ def from_dp_event(event: dp_accounting.DpEvent, count: int = 1) -> list[tuple[Ev
     step = _step(event)
     if step is None:
         raise ValueError(
-            f"{type(event).__name__} is not a Gaussian sum over all units or over a Poisson sample of them, and dpllm "
+            f"{type(event).__name__} is not a Gaussian sum over all units or over a Poisson sample of them, so dpllm "
             "has no accounting for it. Use dp_accounting's own accountant, or describe the mechanism with "
             "dpllm.mechanism"
         )
@@ -52,7 +52,7 @@ def from_dp_event(event: dp_accounting.DpEvent, count: int = 1) -> list[tuple[Ev
 
 
 def whole_count(count: Any) -> int:
-    """Return the number of times that a step ran.
+    """Return how often a step ran.
 
     Raises:
         ValueError: it is not a whole number of at least 0.
@@ -62,7 +62,7 @@ def whole_count(count: Any) -> int:
     except TypeError:
         number = -1
     if number < 0:
-        raise ValueError(f"a step cannot have run {count!r} times. Give a count that is a whole number of at least 0")
+        raise ValueError(f"a step cannot run {count!r} times. Pass a whole number of at least 0")
     return number
 
 

@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 def slice_of(total: Tensor, rank: int, size: int) -> Tensor:
     """Return the slice of a tensor's entries for which one process draws the noise.
 
-    The slices of all ranks cover each entry once. When the processes' tensors are added up afterwards, every entry of
-    the sum has the noise of exactly one process, so all processes that receive the sum have equal replicas.
+    The slices of all ranks cover each entry once. When the processes' tensors are summed afterwards, every entry of the
+    sum has the noise of exactly one process, so all processes that receive the sum have equal replicas.
 
     Args:
         total: contiguous.
         rank: this process, 0 <= rank < size.
-        size: processes whose tensors will be added up.
+        size: the number of processes whose tensors will be summed.
 
     Raises:
-        ValueError: no such rank, or a tensor of lower precision than float32.
+        ValueError: the rank is out of range, or the tensor's precision is lower than float32.
 
     >>> import torch
     >>> [slice_of(torch.arange(5.0), rank, 2).tolist() for rank in (0, 1)]
@@ -35,10 +35,10 @@ def slice_of(total: Tensor, rank: int, size: int) -> Tensor:
     if not (total.dtype.is_floating_point and total.dtype.itemsize >= 4):
         raise ValueError(
             f"Noise is added in float32 or float64, but the gradient is {total.dtype}. Keep the clipped sum in float32 "
-            "until the noise is added, also where nobody was drawn."
+            "until the noise is added, also when no unit was drawn."
         )
     if not 0 <= rank < size:
-        raise ValueError(f"rank is {rank} of {size} processes; 0 <= rank < size is needed.")
+        raise ValueError(f"rank is {rank} of {size} processes, but 0 <= rank < size is needed.")
     entries = total.numel()
     return total.view(-1)[rank * entries // size : (rank + 1) * entries // size]
 
@@ -68,7 +68,7 @@ class IndependentNoise:
         return None
 
     def candidates(self, draw: Draw, workload: Workload) -> list[IndependentNoise]:
-        """Return itself: nothing is left open."""
+        """Return itself, since it has no open numbers."""
         return [self]
 
     def error(self, workload: Workload) -> float:
@@ -92,7 +92,7 @@ class IndependentNoise:
         )
 
     def column(self, num_steps: int) -> tuple[float, ...]:
-        """Return one entry: the noise of a step reaches this step only."""
+        """Return one entry, since a step's noise enters only this step."""
         return (1.0,)
 
     def separation(self, draw: Draw) -> int:
@@ -100,7 +100,7 @@ class IndependentNoise:
         return 1
 
     def variance(self, step: int, num_steps: int) -> float:
-        """Return 1: σC is the deviation of the noise itself."""
+        """Return 1, since σC is the standard deviation of the noise itself."""
         return 1.0
 
     def stream(self, generator: Normals, num_steps: int) -> NoiseStream:
@@ -111,8 +111,8 @@ class IndependentNoise:
         """
         if getattr(generator, "randomness", None) == "discrete":
             raise ValueError(
-                "the generator makes discrete noise, and the plan accounts for Gaussian noise: its ε would not hold. "
-                "Make the plan with randomness='discrete', or pass dpllm.NoiseSource()"
+                "the generator draws discrete noise, but the plan accounts for Gaussian noise, so its ε would not "
+                "hold. Create the plan with randomness='discrete', or pass dpllm.NoiseSource()"
             )
         return IndependentStream(generator)
 
@@ -123,10 +123,10 @@ class IndependentNoise:
             f"q = {draw.sampling_rate:.6g}"
         )
         if draw.rows_per_unit is not None:
-            return each + ", whoever wrote it"
+            return each + ", regardless of who wrote it"
         return (
-            f"{each}, and of more than {draw.max_batch_size} drawn, {draw.max_batch_size} stay, chosen uniformly "
-            "(truncated Poisson sampling)"
+            f"{each}, and if more than {draw.max_batch_size} are drawn, {draw.max_batch_size} of them are kept, chosen "
+            "uniformly (truncated Poisson sampling)"
         )
 
     def words(self) -> str:
@@ -134,42 +134,42 @@ class IndependentNoise:
         return "Gaussian noise"
 
     def ensured(self, draw: Draw, drawn: str, noise_stddev: float) -> list[tuple[str, str]]:
-        """Return the assumptions of the accounting, and how the run ensures each."""
-        numbers = f"the sampler is made from the plan: q = {draw.sampling_rate:.6g}"
+        """Return the accounting's assumptions, and how the run ensures each of them."""
+        numbers = f"the sampler is built from the plan: q = {draw.sampling_rate:.6g}"
         carried = "each step in the ledger carries these numbers"
         sampling = (
-            "Units are drawn by Poisson sampling and cut to the maximal batch (not shuffled)",
+            "Units are drawn by Poisson sampling and truncated to the maximal batch (not shuffled)",
             f"{numbers}, at most {draw.max_batch_size} of {draw.num_units} units; {carried}",
         )
         if draw.rows_per_unit is not None:
             sampling = (
                 "Rows are drawn by Poisson sampling, independently of each other (not shuffled)",
-                f"{numbers} of {draw.population} rows; nothing is cut off; {carried}",
+                f"{numbers} of {draw.population} rows; the batch is not truncated; {carried}",
             )
         noise = (
             "Noise is independent in every step and parameter entry",
-            f"Gaussian noise of standard deviation {noise_stddev:.6g} is drawn once per step, on the complete sum; of "
-            "a model that is spread over processes each entry's noise is drawn by exactly one of them",
+            f"Gaussian noise of standard deviation {noise_stddev:.6g} is drawn once per step, on the complete sum; if "
+            "the model is sharded, exactly one process draws each entry's noise",
         )
         return [sampling, noise]
 
 
 class IndependentStream:
-    """The noise of a run; it is not kept."""
+    """The noise of a run; it is not stored."""
 
     def __init__(self, generator: Normals) -> None:
-        """Remember the generator."""
+        """Store the generator."""
         self._generator = generator
 
     def begin(self, step: int) -> None:
-        """Do nothing: steps do not depend on each other."""
+        """Do nothing, since steps do not depend on each other."""
 
     def add_share_(self, name: str, total: Tensor, stddev: float, rank: int, size: int) -> None:
         """Add independent noise to one process's slice of the entries, in place (`slice_of`)."""
         self._generator.add_(slice_of(total, rank, size), stddev)
 
     def write_share_(self, name: str, total: Tensor, stddev: float, rank: int, size: int) -> None:
-        """Write what `add_share_` makes of zeros to a tensor without a sum: one pass over memory less."""
+        """Write the noise that `add_share_` would add to zeros: one memory pass less for a tensor without a sum."""
         share = slice_of(total, rank, size)
         if size > 1:
             total.zero_()

@@ -1,4 +1,4 @@
-"""The order of correlated noise and of its units: each parameter once in each step, each unit in steps far apart."""
+"""The order of correlated noise and its units: each parameter once in each step, each unit in distant steps."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-_FRESH = "Resume the run from a checkpoint, or make another start: both begin with fresh noise"
+_FRESH = "Resume the run from a checkpoint, or start it again: both begin with fresh noise"
 
 
 class StepOrder:
-    """Refuses noise that is drawn twice, too late, in part, or not at all.
+    """Refuses noise that is drawn twice, too late, partly, or not at all.
 
-    The noise of a step is correlated with that of the steps before. A stream counts its steps here, so that each
-    parameter gets the noise of each step exactly once.
+    The noise of a step is correlated with that of previous steps. A stream counts its steps here, so that each
+    parameter receives the noise of each step exactly once.
 
     Attributes:
-        step: the step that began last; -1 before the first.
+        step: the last step that began; -1 before the first.
     """
 
     def __init__(self) -> None:
@@ -26,40 +26,40 @@ class StepOrder:
         self.step = -1
         self._known: set[str] = set()
         self._added: set[str] = set()
-        self._changing: str | None = None  # whose noise is being made; still set after an error
+        self._changing: str | None = None  # the parameter whose noise is being made; still set after an error
 
     def begin(self, step: int) -> None:
         """Begin a step; steps may be skipped.
 
         Raises:
-            ValueError: the step is not after the last one, or a parameter had no noise, or only a part of it, in the
-                step before.
+            ValueError: the step does not follow the last one, or a parameter received no noise, or only part of it, in
+                the previous step.
         """
         self._require_whole()
         if step <= self.step:
             raise ValueError(
-                f"the noise of step {step} was already drawn; the last step is {self.step}: take steps in order"
+                f"the noise of step {step} was already drawn, and the last step is {self.step}: take the steps in order"
             )
         if missing := sorted(self._known - self._added):
             raise ValueError(
-                f"{missing[0]} had no noise in step {self.step}: every parameter needs it in every step. If that step "
-                f"failed: {_FRESH}"
+                f"{missing[0]} received no noise in step {self.step}, but every parameter needs it in every step. If "
+                f"that step failed: {_FRESH}"
             )
         self.step, self._added = step, set()
 
     def _require_whole(self) -> None:
         if self._changing is not None:
             raise ValueError(
-                f"An error broke off the noise of {self._changing} in step {self.step}, and that of later steps is "
-                f"made from it. {_FRESH}"
+                f"An error interrupted the noise of {self._changing} in step {self.step}, and the noise of later steps "
+                f"is made from it. {_FRESH}"
             )
 
     @contextlib.contextmanager
     def changing(self, name: str) -> Iterator[None]:
-        """Enter the part in which the kept tensors of a parameter change; after an error there, no noise is made.
+        """Enter the section in which a parameter's kept tensors change; after an error there, no noise is made.
 
         Raises:
-            ValueError: an error came in such a part before.
+            ValueError: an error occurred in such a section before.
         """
         self._require_whole()
         self._changing = name
@@ -67,17 +67,17 @@ class StepOrder:
         self._changing = None
 
     def require_first(self, name: str) -> None:
-        """Check that a parameter has no noise of this step yet.
+        """Check that a parameter has not received its noise of this step.
 
         Raises:
             ValueError: it has.
         """
         if name in self._added:
-            raise ValueError(f"{name} already had its noise of step {self.step}: add it once per step")
+            raise ValueError(f"{name} already received its noise of step {self.step}: add it once per step")
 
     @contextlib.contextmanager
     def adding(self, name: str) -> Iterator[None]:
-        """Enter the part in which a parameter gets its noise of this step; noted when it has ended without an error."""
+        """Enter the section in which a parameter receives its noise of this step; recorded if no error occurs."""
         self.require_first(name)
         with self.changing(name):
             yield
@@ -86,21 +86,21 @@ class StepOrder:
 
 
 class UnitsApart:
-    """Refuses draws in which a unit comes back earlier than the accounting of the noise assumes.
+    """Refuses draws in which a unit recurs earlier than the noise's accounting assumes.
 
     Correlated noise costs what its event states only if two steps of one unit are far enough apart: for b bands at
-    least b steps, so that the columns of the strategy for these steps are orthogonal. The sampler ensures this. Here it
-    is checked with the separation of the noise itself, so that a sampler with other groups, or with a unit in two of
+    least b steps, so that the strategy's columns for these steps are orthogonal. The sampler ensures this. This class
+    checks it with the separation of the noise itself, so that a sampler with different groups, or with a unit in two of
     them, is refused.
 
     Args:
-        separation: the least number of steps between two steps of one unit (`Noise.separation`); 1: any.
+        separation: the minimal number of steps between two steps of one unit (`Noise.separation`); 1: any.
     """
 
     def __init__(self, separation: int) -> None:
         """Begin without a draw."""
         self._separation, self._draws = separation, 0
-        self._last_N = np.empty(0, dtype=np.int64)  # the number of each unit's last draw; it grows with the units seen
+        self._last_N = np.empty(0, dtype=np.int64)  # the index of each unit's last draw; grows with the units seen
 
     def check(self, unit_ids: NDArray[np.int64]) -> None:
         """Check the next draw.
@@ -109,14 +109,14 @@ class UnitsApart:
             unit_ids: (U,) its units, each once.
 
         Raises:
-            ValueError: a unit is in it twice, has a number below 0, or was in a draw before that is too near.
+            ValueError: a unit occurs twice, has a negative index, or was in a previous draw that is too recent.
         """
         if not len(unit_ids):
             return
         if len(np.unique(unit_ids)) < len(unit_ids):
-            raise ValueError("A unit is twice in one draw: the sampler is not the one that the accounting assumes")
+            raise ValueError("A draw contains a unit twice, so the sampler is not the one that the accounting assumes")
         if unit_ids.min() < 0:
-            raise ValueError(f"A draw has the unit {unit_ids.min()}: units are numbered from 0. Mend the sampler")
+            raise ValueError(f"A draw has the unit {unit_ids.min()}, but units are numbered from 0. Fix the sampler")
         if self._separation == 1:
             return
         seen = unit_ids[unit_ids < len(self._last_N)]
@@ -124,13 +124,13 @@ class UnitsApart:
         if len(seen) and steps.min() < self._separation:
             unit, near = seen[steps.argmin()], int(steps.min())
             raise ValueError(
-                f"Unit {unit} was drawn again after {near} step{'s' * (near > 1)}, but two steps of one unit must be "
-                f"at least {self._separation} apart for the plan's noise: ε would be larger than stated. Draw with the "
-                "sampler of the plan's mechanism, and report this if you did"
+                f"Unit {unit} was drawn again after {near} step{'s' * (near > 1)}, but the plan's noise needs at least "
+                f"{self._separation} steps between two draws of a unit: ε would be larger than stated. Draw with the "
+                "sampler of the plan's mechanism, and report this error if you did"
             )
 
     def take(self, unit_ids: NDArray[np.int64]) -> None:
-        """Note a draw that is handed out."""
+        """Record a draw that is returned to the caller."""
         if self._separation == 1:
             return
         if len(unit_ids) and (most := int(unit_ids.max())) >= len(self._last_N):

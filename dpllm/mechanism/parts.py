@@ -1,10 +1,10 @@
 """The parts of a mechanism: the sampler, the bound on a contribution, and the noise.
 
-Place in the flow: the plan fixes a mechanism beforehand; sampler, step, noise, accounting and report all read from it.
-A mechanism is a *specification*: public, frozen, without tensors. The state of a run (draws, noise that later steps
-need) is made from it, and is never written to a disk.
+The plan fixes a mechanism in advance; sampler, step, noise, accounting and report all read it. A mechanism is a
+*specification*: public, frozen, without tensors. A run's state (draws, noise that later steps need) is created from it,
+and is never written to disk.
 
-A new mechanism is one file beside this one and one line in `dpllm.mechanism.catalogue`.
+A new mechanism is one file in this folder and one line in `dpllm.mechanism.catalogue`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Sampler(Protocol):
     """Draws the units of each step."""
 
     def steps(self, rng: np.random.Generator) -> Iterator[NDArray[np.int64]]:
-        """Yield the units of each step, in rising order, without end.
+        """Yield the units of each step, in ascending order, without end.
 
-        A run, or a resume, uses one iterator and never restarts it. An iterator that is made again, for instance in
-        each epoch, is another start, which costs more where noise is correlated over steps: pass the steps of each to
+        A run, or a resume, uses one iterator and never restarts it. Creating the iterator again, for instance in each
+        epoch, is another start, which costs more if noise is correlated over steps: pass the steps of each start to
         `Mechanism.history`.
 
         Args:
@@ -51,7 +51,7 @@ class Clipping(Protocol):
         ...
 
     def groups(self, shapes: Mapping[str, tuple[int, ...]]) -> Sequence[Sequence[str]]:
-        """Return the names of the parameters of each group, each parameter in one.
+        """Return the names of each group's parameters, with each parameter in one group.
 
         Args:
             shapes: name and shape of each trainable parameter.
@@ -61,12 +61,12 @@ class Clipping(Protocol):
     def factors(self, norm_GU: Tensor) -> Tensor:
         """Return the factor by which each unit's gradient is multiplied, in each group.
 
-        A column of factors depends only on the same column of norms: otherwise one unit could change the contributions
-        of others. The caller checks this for a clipping that is not in the catalogue.
+        A column of factors depends only on the same column of norms; otherwise one unit could change other units'
+        contributions. The caller checks this for a clipping that is not in the catalogue.
 
         Args:
-            norm_GU: (G, U) l2 norms, rounded up, finite. A unit whose gradient is not finite gets the factor 0
-                from the caller; with `SeparateGroups`, in the groups where it is not finite.
+            norm_GU: (G, U) l2 norms, rounded up, finite. The caller gives the factor 0 to a unit whose gradient is not
+                finite; with `SeparateGroups`, in the groups in which it is not finite.
 
         Returns:
             (G, U) factors, at least 0, under which the norm over all groups is at most ``sensitivity("zero-out")``.
@@ -84,9 +84,9 @@ class Clipping(Protocol):
 
 @runtime_checkable
 class SeparateGroups(Clipping, Protocol):
-    """A clipping whose factors in a group depend on the norms of that group alone.
+    """A clipping whose factors in a group depend only on the norms of that group.
 
-    The clipped sum of a group can then be formed during the backward pass, and what was kept for it is freed.
+    A group's clipped sum can then be formed during the backward pass, and its kept tensors are freed.
     """
 
     def group_factors(self, group: int, num_groups: int, norm_U: Tensor) -> Tensor:
@@ -105,13 +105,13 @@ class SeparateGroups(Clipping, Protocol):
 
 @runtime_checkable
 class SizedGroups(Clipping, Protocol):
-    """A clipping whose factors depend on the sizes of the groups, for instance a bound C √(d_k / d) for each group.
+    """A clipping whose factors depend on the group sizes, for instance a bound C √(d_k / d) for each group.
 
-    One object serves every model, so it cannot hold the sizes: the clipper of a model asks for an object with them.
+    One object serves every model, so it cannot store the sizes: a model's clipper requests an object with them.
     """
 
     def sized(self, sizes: Sequence[int]) -> Self:
-        """Return the same clipping for groups of these sizes; its C and its sensitivity are the same.
+        """Return the same clipping for groups of these sizes, with the same C and sensitivity.
 
         Args:
             sizes: the number of trainable entries of each group, in the order of `groups`.
@@ -124,7 +124,7 @@ class AdaptiveClipping(Clipping, Protocol):
     """A clipping whose threshold follows a private statistic of the norms.
 
     In each step a unit contributes its gradient, of norm at most C, and a number between -½ and ½. Both sums get noise
-    from the same stream: the gradients of deviation σ_g C, the statistic of deviation σ_b. Together they are one event
+    from the same stream: the gradients of standard deviation σ_g C, the statistic of σ_b. Together they are one event
     with noise multiplier σ (`gradient_noise_multiplier`). An object belongs to one step and does not change.
     """
 
@@ -142,7 +142,7 @@ class AdaptiveClipping(Clipping, Protocol):
         ...
 
     def at(self, threshold: float) -> Self:
-        """Return the same clipping with another threshold."""
+        """Return the same clipping with a different threshold."""
         ...
 
     def updated(self, noisy_statistic: float, expected_batch_size: int) -> Self:
@@ -156,7 +156,7 @@ class AdaptiveClipping(Clipping, Protocol):
 
 
 def gradient_noise_multiplier(noise_multiplier: float, statistic_noise: float) -> float:
-    """Return σ_g = (σ⁻² - (2σ_b)⁻²)^(-½), with which gradients and a statistic are together one event of σ.
+    """Return σ_g = (σ⁻² - (2σ_b)⁻²)^(-½), with which gradients and a statistic together are one event of σ.
 
     A unit changes the gradients by at most C and the statistic by at most ½; in standard deviations of the noise, the
     squared norm of both is 1/σ_g² + 1/(2σ_b)² = 1/σ² (Andrew et al. 2021, arXiv:1905.03871, Theorem 1).
@@ -166,15 +166,15 @@ def gradient_noise_multiplier(noise_multiplier: float, statistic_noise: float) -
         statistic_noise: σ_b > 0.
 
     Raises:
-        ValueError: the statistic by itself has too little noise for σ.
+        ValueError: the statistic alone has too little noise for σ.
 
     >>> round(gradient_noise_multiplier(0.71758, 51.2), 6), round(gradient_noise_multiplier(1.0, 10.0), 6)
     (0.717598, 1.001252)
     """
     if noise_multiplier >= 2 * statistic_noise:
         raise ValueError(
-            f"the noise on the clipping's count has the standard deviation {statistic_noise:g}, but more than "
-            f"σ/2 = {noise_multiplier / 2:g} is needed: the count alone would cost more than the step. Set "
+            f"the noise on the clipping's count has standard deviation {statistic_noise:g}, but more than σ/2 = "
+            f"{noise_multiplier / 2:g} is needed: the count alone would cost more than the step. Set "
             f"clipping.count_noise to a larger number, for instance {10 * noise_multiplier:.3g}, or raise "
             "expected_batch_size"
         )
@@ -182,27 +182,27 @@ def gradient_noise_multiplier(noise_multiplier: float, statistic_noise: float) -
 
 
 def frozen_copy(clipping: Clipping) -> Clipping:
-    """Return a copy of a clipping that nobody can change, so that C stays the one for which the noise was chosen.
+    """Return an immutable copy of a clipping, so that C remains the one for which the noise was chosen.
 
-    A clipping that follows the norms of the private gradients would get noise for another C, and would publish the
-    norms: no ε covers either of them.
+    A clipping that follows the norms of the private gradients would get noise for a different C, and would publish the
+    norms: no ε covers either.
 
     Raises:
-        ValueError: its class is not a frozen dataclass itself; a class that only inherits from one has attributes that
+        ValueError: its class is not itself a frozen dataclass; a class that only inherits from one has attributes that
             can be set.
     """
     parameters = vars(type(clipping)).get("__dataclass_params__")
     if parameters is None or not parameters.frozen:
         raise ValueError(
             f"{type(clipping).__name__} is not a frozen dataclass, so its numbers could follow the private gradients, "
-            "which no ε covers. Put @dataclass(frozen=True) on the class, and choose C without the private rows; the "
-            "kind 'quantile' follows the norms by noisy counts that ε covers"
+            "which no ε covers. Put @dataclass(frozen=True) on the class, and choose C without the private rows. The "
+            "kind 'quantile' follows the norms through noisy counts that ε covers"
         )
     return copy.deepcopy(clipping)
 
 
 class OneGroup:
-    """A clipping that has one norm over all parameters together."""
+    """A clipping with one norm over all parameters together."""
 
     def groups(self, shapes: Mapping[str, tuple[int, ...]]) -> Sequence[Sequence[str]]:
         """Return one group of all parameters."""
@@ -210,7 +210,7 @@ class OneGroup:
 
 
 class Normals(Protocol):
-    """Standard normal numbers, from which the noise of a run is made."""
+    """Standard normal numbers, from which a run's noise is made."""
 
     def add_(self, grad: Tensor, noise_stddev: float) -> None:
         """Add independent N(0, noise_stddev²) to every entry, in place, without a second tensor of its size."""
@@ -223,10 +223,10 @@ class Normals(Protocol):
 
 @runtime_checkable
 class Written(Protocol):
-    """A source whose noise can be written where nothing is yet."""
+    """A source whose noise can be written to an uninitialised tensor."""
 
     def write_(self, grad: Tensor, noise_stddev: float) -> None:
-        """Write what `Normals.add_` makes of zeros, without reading the tensor."""
+        """Write the noise that `Normals.add_` would add to zeros, without reading the tensor."""
         ...
 
 
@@ -234,15 +234,15 @@ class SkippingGenerator(Normals, Protocol):
     """A source of draws with addresses."""
 
     def skip(self, draws: int) -> None:
-        """Leave out the next draws, at no cost."""
+        """Skip the next draws, at no cost."""
         ...
 
 
 class NoiseStream(Protocol):
-    """The noise of a run, from its start or resume onwards; never written to a disk.
+    """The noise of a run, from its start or resume onwards; never written to disk.
 
-    A run makes a stream for each block of a parameter's entries (`dpllm.mechanism.regenerated`), and may make it again
-    to regenerate the noise: its noise is a function of its generator's draws, in the order of the steps.
+    A run creates one stream per block of a parameter's entries (`dpllm.mechanism.regenerated`), and may recreate it to
+    regenerate the noise, which is a function of its generator's draws, in the order of the steps.
     """
 
     def begin(self, step: int) -> None:
@@ -253,24 +253,24 @@ class NoiseStream(Protocol):
         """Add one process's slice of a parameter's noise, in place.
 
         Args:
-            name: of the parameter.
+            name: the parameter's name.
             total: this process's clipped sum, contiguous, float32 or float64.
             stddev: σ·C.
             rank: this process.
-            size: processes whose tensors will be added up.
+            size: the number of processes whose tensors will be summed.
 
         Raises:
-            ValueError: the sum has another dtype (`dpllm.mechanism.noise.slice_of` checks it).
+            ValueError: the sum has a wrong dtype (`dpllm.mechanism.noise.slice_of` checks it).
         """
         ...
 
 
 @runtime_checkable
 class SingleStep(Protocol):
-    """A stream that makes the noise of one step from fewer draws than those of all steps before."""
+    """A stream that makes the noise of one step from fewer draws than all previous steps need."""
 
     def add_once_(self, step: int, total: Tensor, stddev: float, numbers: SkippingGenerator) -> None:
-        """Add the noise of a step to all entries, in place, with the same bits as in a stream that takes every step.
+        """Add a step's noise to all entries, in place, with the same bits as a stream that takes every step.
 
         Args:
             step: counted from the start or resume.
@@ -286,21 +286,21 @@ class Noise(Protocol):
 
     kind: ClassVar[str]
     wants_total: ClassVar[bool]
-    """Whether the noise is added to complete sums, by one process for each entry, and not to a process's share."""
+    """Whether one process per entry adds the noise to complete sums, instead of each process to its share."""
     only_discrete: ClassVar[bool]
-    """Whether a recipe may name it only together with ``privacy.randomness=discrete``."""
+    """Whether a recipe may name it only with ``privacy.randomness=discrete``."""
     max_entries: ClassVar[int | None]
-    """The most trained parameters for which the accounting holds; None: any number."""
+    """The largest number of trained parameters for which the accounting holds; None: any number."""
     is_sampled: ClassVar[bool]
-    """Whether the units of a step are a random sample. False: they are visited in an order, B in every step."""
+    """Whether a step's units are a random sample. False: they are visited in an order, B per step."""
 
     @property
     def unit_groups(self) -> int | None:
-        """The number of groups into which it divides the units, one of which a step draws from; None: still open."""
+        """The number of groups into which it divides the units; a step draws from one of them; None: still open."""
         ...
 
     def max_batch_size(self, draw: Draw) -> int | None:
-        """Return B_max of a plan whose recipe leaves it open; None: the smallest that costs no ε.
+        """Return B_max of a plan whose recipe does not set it; None: the smallest that costs no ε.
 
         Args:
             draw: the numbers of the draw, without truncation.
@@ -308,10 +308,10 @@ class Noise(Protocol):
         ...
 
     def candidates(self, draw: Draw, workload: Workload) -> Sequence[Noise]:
-        """Return the noises from which the planner chooses, the one that needs the least memory first.
+        """Return the noises from which the planner chooses, starting with the one that needs the least memory.
 
-        All their numbers are set: the plan stores them, and nothing is computed again. A noise that leaves nothing
-        open returns itself.
+        All their numbers are set: the plan stores them, and nothing is recomputed. A noise without open numbers returns
+        itself.
 
         Args:
             draw: the numbers of the draw.
@@ -323,7 +323,7 @@ class Noise(Protocol):
         ...
 
     def error(self, workload: Workload) -> float:
-        """Return the standard deviation of the noise of the released weights, divided by σC and the learning rate."""
+        """Return the released weights' noise standard deviation, divided by σC and the learning rate."""
         ...
 
     def sampler(self, draw: Draw) -> Sampler:
@@ -335,7 +335,7 @@ class Noise(Protocol):
         ...
 
     def event(self, draw: Draw, noise_multiplier: float, clip_norm: float) -> Event:
-        """Return the event that a step is charged with.
+        """Return the event charged for a step.
 
         Raises:
             ValueError: there is no accounting for this draw.
@@ -344,20 +344,20 @@ class Noise(Protocol):
 
     @property
     def tensors_kept(self) -> int:
-        """How many tensors of the gradient's size all processes together keep between two steps."""
+        """The number of tensors of the gradient's size that all processes together keep between steps."""
         ...
 
     def column(self, num_steps: int) -> tuple[float, ...]:
         """Return the first column of the lower triangular Toeplitz matrix M, whose inverse correlates the noise.
 
-        The audit undoes the correlation with it.
+        The audit uses it to remove the correlation.
         """
         ...
 
     def separation(self, draw: Draw) -> int:
-        """Return the least number of steps between two steps of one unit that the accounting assumes; 1: any.
+        """Return the minimal number of steps between two steps of one unit that the accounting assumes; 1: any.
 
-        A run refuses draws in which a unit comes back earlier.
+        A run refuses draws in which a unit recurs earlier.
         """
         ...
 
@@ -368,10 +368,10 @@ class Noise(Protocol):
     def stream(self, generator: Normals, num_steps: int) -> NoiseStream:
         """Return the noise of a run, or of a resume.
 
-        A stream that is made again, for instance in each epoch, is another start, as for `Sampler.steps`.
+        Creating a stream again, for instance in each epoch, is another start, as for `Sampler.steps`.
 
         Args:
-            generator: that of this process, independent of the other processes.
+            generator: this process's generator, independent of the other processes.
             num_steps: T of the plan.
         """
         ...
@@ -390,7 +390,7 @@ class Noise(Protocol):
         ...
 
     def ensured(self, draw: Draw, drawn: str, noise_stddev: float) -> list[tuple[str, str]]:
-        """Return the accounting's assumptions on sampling and noise, and how the run ensures each."""
+        """Return the accounting's assumptions on sampling and noise, and how the run ensures each of them."""
         ...
 
 
@@ -416,27 +416,27 @@ class Draw:
 
 
 class _Pairs(tuple[tuple[str, Any], ...]):
-    """The pairs of a mapping, sorted; a plan that holds it has a hash."""
+    """The sorted pairs of a mapping, which make a plan that holds them hashable."""
 
     __slots__ = ()
 
 
 def _frozen(value: Any) -> Any:
-    """Return lists as tuples and mappings as pairs, at any depth: nobody can change them afterwards.
+    """Return lists as tuples and mappings as pairs, at any depth, so that they are immutable.
 
     Raises:
-        ValueError: the name of an option is no text: 1 and "1" would become one name in a plan.
+        ValueError: an option name is not text: 1 and "1" would become one name in a plan.
     """
     if isinstance(value, Mapping):
         other = next((name for name in value if not isinstance(name, str)), None)
         if other is not None:
-            raise ValueError(f"the name {other!r} of an option is not text; write it in quotes: '{other}'")
+            raise ValueError(f"the option name {other!r} is not text; write it in quotes: '{other}'")
         return _Pairs(sorted((name, _frozen(option)) for name, option in value.items()))
     return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
 
 
 def _thawed(value: Any) -> Any:
-    """Return the lists and mappings that `_frozen` was given, as JSON has them."""
+    """Return the lists and mappings from which `_frozen` made its argument, as in JSON."""
     if isinstance(value, _Pairs):
         return {name: _thawed(option) for name, option in value}
     return [_thawed(option) for option in value] if isinstance(value, tuple) else value
@@ -458,7 +458,7 @@ class Spec:
         """Return the specification that a recipe gives as a word or as a mapping with ``kind``.
 
         Raises:
-            ValueError: it is neither, or the name of an option is no text.
+            ValueError: it is neither, or an option name is not text.
         """
         if isinstance(value, Spec):
             return value
@@ -466,7 +466,7 @@ class Spec:
             return cls(value)
         if isinstance(value, Mapping) and isinstance(value.get("kind"), str):
             return cls(value["kind"], _Pairs(pair for pair in _frozen(value) if pair[0] != "kind"))
-        raise ValueError(f"a word, or a mapping with kind and its options, is needed, got {value!r}")
+        raise ValueError(f"expected a word, or a mapping with kind and its options, got {value!r}")
 
     def to_plain(self) -> str | dict[str, Any]:
         """Return the value that `of` accepts."""
@@ -474,16 +474,16 @@ class Spec:
 
     @property
     def plain_options(self) -> dict[str, Any]:
-        """The options with their lists and mappings, as JSON has them."""
+        """The options with their lists and mappings, as in JSON."""
         return {name: _thawed(option) for name, option in self.options}
 
 
 @dataclass(frozen=True)
 class Mechanism:
-    """A sampler, a clipping and a noise for whose combination there is an accounting.
+    """A combination of sampler, clipping and noise with an accounting.
 
     Raises:
-        ValueError: there is no accounting for them, or the clipping is not a frozen dataclass.
+        ValueError: the combination has no accounting, or the clipping is not a frozen dataclass.
     """
 
     draw: Draw
@@ -493,10 +493,10 @@ class Mechanism:
     """σ."""
 
     def __post_init__(self) -> None:
-        """Refuse parts without an accounting."""
+        """Refuse combinations without an accounting."""
         if not isinstance(getattr(self.clipping, "kind", None), str):
             raise ValueError(
-                f"the clipping has the kind {getattr(self.clipping, 'kind', None)!r}; its kind must be a word, for "
+                f"the clipping has the kind {getattr(self.clipping, 'kind', None)!r}; its kind must be a string, for "
                 "instance kind = 'mine'"
             )
         object.__setattr__(self, "clipping", frozen_copy(self.clipping))
@@ -511,10 +511,10 @@ class Mechanism:
         if self.noise.wants_total and isinstance(self.clipping, AdaptiveClipping):
             raise ValueError(
                 f"randomness='discrete' has no accounting for clipping {self.clipping.kind!r}, whose threshold follows "
-                "a noisy count of each step. Take another clipping, for instance flat or automatic, or "
+                "a noisy count in each step. Use a different clipping, for instance flat or automatic, or "
                 "randomness='chacha20'"
             )
-        _ = self.noise_stddev  # this refuses a statistic with too little noise
+        _ = self.noise_stddev  # refuses a statistic with too little noise
 
     @property
     def sampler(self) -> Sampler:
@@ -523,7 +523,7 @@ class Mechanism:
 
     @property
     def event(self) -> Event:
-        """The event that each step is charged with."""
+        """The event charged for each step."""
         return self.noise.event(self.draw, self.noise_multiplier, self.clipping.clip_norm)
 
     @property
@@ -542,7 +542,7 @@ class Mechanism:
 
     @property
     def first_threshold(self) -> float | None:
-        """The clip threshold of the first step, where the clipping adapts."""
+        """The clip threshold of the first step, if the clipping is adaptive."""
         return self.clipping.threshold if isinstance(self.clipping, AdaptiveClipping) else None
 
     @property
@@ -553,7 +553,7 @@ class Mechanism:
         return self.clipping.statistic_noise(self.draw.expected_batch_size)
 
     def allows(self, clipping: Clipping) -> bool:
-        """Return whether a clipping is the mechanism's; an adaptive one may have another threshold."""
+        """Return whether a clipping is the mechanism's; an adaptive one may have a different threshold."""
         mine = self.clipping
         if isinstance(mine, AdaptiveClipping) and type(clipping) is type(mine):
             clipping = clipping.at(mine.threshold)
@@ -563,7 +563,7 @@ class Mechanism:
         """Check that the accounting holds for a model of this size.
 
         Args:
-            num_entries: of all trained parameters together, on all processes.
+            num_entries: the number of all trained parameters together, on all processes.
 
         Raises:
             ValueError: there are more than the noise allows.
@@ -579,22 +579,22 @@ class Mechanism:
         """Return the charge of steps, for `dpllm.epsilon`.
 
         Args:
-            num_steps: the steps from a start onwards; where sampler or noise was made again (a resume, an epoch or a
-                cell that calls ``steps`` or ``stream``), the steps of each start. Where noise is correlated over
-                steps, two starts cost more than one of as many steps.
+            num_steps: the steps since a start; if sampler or noise was recreated (a resume, or an epoch or cell that
+                calls ``steps`` or ``stream``), the steps of each start. If noise is correlated over steps, two starts
+                cost more than one with the same number of steps.
         """
         event = self.event
         return [(event, count) for count in (num_steps if isinstance(num_steps, Iterable) else [num_steps])]
 
 
 def require_entries(noise: Noise, num_entries: int) -> None:
-    """Do as `Mechanism.require_entries`, for a noise before its mechanism is made.
+    """Do the same as `Mechanism.require_entries`, for a noise before its mechanism is created.
 
     Raises:
         ValueError: there are more parameters than the noise allows.
     """
     if noise.max_entries is not None and num_entries > noise.max_entries:
         raise ValueError(
-            f"{num_entries:,} parameters are trained, but randomness='discrete' has an accounting for at most "
-            f"{noise.max_entries:,}: train fewer, for instance with LoRA, or take randomness='chacha20'"
+            f"{num_entries:,} parameters are trained, but the accounting of randomness='discrete' holds for at most "
+            f"{noise.max_entries:,}. Train fewer, for instance with LoRA, or use randomness='chacha20'"
         )

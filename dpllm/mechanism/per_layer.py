@@ -1,4 +1,4 @@
-"""Per-layer clipping: the layers are bounded separately, so that steep ones do not silence the others."""
+"""Per-layer clipping: each layer is bounded separately, so that large gradients do not suppress the other layers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from dpllm.mechanism.clipping import NormBound
 if TYPE_CHECKING:
     from torch import Tensor
 
-_WRAPPER = ("base_model", "model")  # PEFT puts the model under this path
-_INSIDE_A_LAYER = ("base_layer", "modules_to_save", "original_module")  # PEFT's names for the layer that it wraps
+_WRAPPER = ("base_model", "model")  # PEFT's path of the wrapped model
+_INSIDE_A_LAYER = ("base_layer", "modules_to_save", "original_module")  # PEFT's names for a wrapped layer
 
 
 @dataclass(frozen=True)
@@ -22,16 +22,17 @@ class PerLayerClipping(NormBound):
 
     Per-layer clipping of McMahan et al. 2018 (arXiv:1710.06963), with an equal share for each layer. The norm of a
     contribution over all layers is at most √(G · C²/G) = C, so the privacy event is that of `FlatClipping`. Only names
-    decide the layers (`layer_of`), so they do not depend on the data.
+    determine the layers (`layer_of`), so they do not depend on the data.
     """
 
     kind: ClassVar[str] = "per-layer"
 
     def groups(self, shapes: Mapping[str, tuple[int, ...]]) -> Sequence[Sequence[str]]:
-        """Return the names of the trainable parameters of each layer, in the order of the model.
+        """Return the names of each layer's trainable parameters, in the order of the model.
 
         Args:
-            shapes: name and shape of each trainable parameter. A layer without one is no group and takes no share of C.
+            shapes: name and shape of each trainable parameter. A layer without any is not a group and takes no share of
+                C.
 
         >>> PerLayerClipping(1.0).groups({"h.0.fc.weight": (2, 2), "h.0.fc.bias": (2,), "head.weight": (2, 2)})
         [['h.0.fc.weight', 'h.0.fc.bias'], ['head.weight']]
@@ -69,10 +70,10 @@ class PerLayerClipping(NormBound):
 
 
 def layer_of(name: str) -> str:
-    """Return the layer that a parameter belongs to: the name up to and including its first number.
+    """Return the layer of a parameter: its name up to and including the first number.
 
-    A name without a number: the first two names of modules, after those of PEFT. A weight, its bias and its LoRA
-    matrices are in one layer.
+    A name without a number gives the first two module names after PEFT's. A weight, its bias and its LoRA matrices are
+    in one layer.
 
     >>> layer_of("model.layers.3.self_attn.q_proj.weight"), layer_of("model.norm.weight"), layer_of("lm_head.weight")
     ('model.layers.3', 'model.norm', 'lm_head')

@@ -1,14 +1,13 @@
 """Privacy loss distributions of one step, and of the composition of many equal steps.
 
-Place in the flow: below accounting, which handles steps and histories; this module handles only numbers. The
-definitions and the discretization are those of the library dp_accounting, and tests check that the results agree. That
-library's distribution of a truncated step inverts the privacy loss number by number and then convolves complex arrays,
-which takes seconds if σ is small. Here whole grids are inverted at once, negligible tails are cut, and the convolution
-is real.
+The accounting handles steps and histories; this module handles only numbers. The definitions and the discretization
+follow the library dp_accounting, and tests check that the results agree. That library's distribution of a truncated
+step inverts the privacy loss number by number and then convolves complex arrays, which takes seconds if σ is small.
+Here whole grids are inverted at once, negligible tails are cut, and the convolution is real.
 
 A distribution belongs to a pair (P, Q): outcomes under P, with the loss log(P/Q) on a grid. All rounding is upwards.
 "Connect the dots" (Doroshenko et al., arXiv:2207.04380) gives grid masses that keep δ exact at every grid point and
-make it larger between them. A cut upper tail becomes an infinite loss; a cut lower tail moves up.
+increase it between them. A cut upper tail becomes an infinite loss; a cut lower tail moves up.
 
 Tiny δ. The Fourier transform of a distribution has a rounding error of 2**-53 of the whole mass, and the power T
 multiplies it by T. Over 10**5 steps this error hides a δ of 10**-10, and the result is no longer an upper bound. So the
@@ -95,7 +94,7 @@ def sampled_gaussian(
     if pair is AdjacencyType.REPLACE:
         inside = np.full(losses.shape, True)
         half = np.abs(losses) / 2
-        with np.errstate(divide="ignore"):  # log(sinh(0)) = -inf is right
+        with np.errstate(divide="ignore"):  # log(sinh(0)) = -inf is correct
             log_sinh = 0.5 / variance + log_rest - log_rate + half + np.log(-np.expm1(-2 * half)) - math.log(2)
         arsinh = np.logaddexp(0.5 * np.logaddexp(0, 2 * log_sinh), log_sinh)
         outcome = -np.sign(losses) * variance * (arsinh + half)
@@ -123,7 +122,7 @@ def _tail_start(mechanism: GaussianPrivacyLoss, tail: float, width: float) -> fl
 
 
 def _further(width: float) -> float:
-    """Return how much further than a loss L the lower tail is cut: the mass that this moves up is then negligible.
+    """Return how far below a loss L the lower tail is cut, so that the mass that this moves up is negligible.
 
     The mass under P of losses below -(L + 1) is at most the δ of the reversed pair at L, and of losses below -(L + x)
     at most 1/x of it.
@@ -166,7 +165,7 @@ def sampled_rows(
     * REMOVE: sum_j b_j N(j, σ²) against N(0, σ²), loss l(x);
     * ADD: N(0, σ²) against the mixture, loss -l(x).
 
-    Negligibly rare components are left out of the mixture, and count as an infinite loss of REMOVE.
+    Negligibly rare components are omitted from the mixture, and count as an infinite loss of REMOVE.
 
     Args:
         noise_multiplier: σ > 0.
@@ -176,7 +175,7 @@ def sampled_rows(
         width: the distance between two grid points.
     """
     if pair is AdjacencyType.REPLACE:
-        raise ValueError("no pair is known for replacing a unit of several rows; use twice that of removing one")
+        raise ValueError("no pair is known for replacing a unit of several rows; use twice the loss of removing one")
     counts = np.arange(rows_per_unit + 1)
     kept = stats.binom.sf(counts - 1, rows_per_unit, sampling_rate) > STEP_TAIL
     dropped = float(stats.binom.sf(counts[kept][-1], rows_per_unit, sampling_rate))
@@ -193,7 +192,7 @@ def sampled_rows(
 
 
 class _Mixture:
-    """Normal distributions of one width around whole numbers, against the one around 0."""
+    """Normal distributions of one width around whole numbers, compared with the one around 0."""
 
     def __init__(self, noise_multiplier: float, means: NDArray[np.int64], log_weights: NDArray[np.float64]) -> None:
         self.sigma, self.means, self.log_weights = noise_multiplier, means, log_weights
@@ -220,10 +219,10 @@ class _Mixture:
         return np.clip(result, 0.0, 1.0)
 
     def _outcome(self, loss: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the outcome at which the loss is the given one, by Newton's method.
+        """Return the outcome with the given loss, by Newton's method.
 
-        The loss rises with the outcome and is convex. Leaving out all components but 0 and j gives a lower bound of it
-        that can be inverted. The least of these outcomes is above the solution, and from there Newton steps on a convex
+        The loss increases with the outcome and is convex. Dropping all components but 0 and j gives a lower bound that
+        can be inverted. The least of these outcomes is above the solution, and from there Newton steps on a convex
         function never overshoot.
         """
         variance = self.sigma**2
@@ -304,7 +303,7 @@ class Composition:
         """Return sums of masses from each grid point upwards, plain and times exp(-loss), from a reference loss."""
         losses = (self.lowest + np.arange(len(self.masses))) * self.width
         reference = float(losses[len(losses) // 2])
-        # Far below the reference, tilting back would overflow. The mean of the tilted losses is near the wanted ε.
+        # Far below the reference, tilting back would overflow. The mean of the tilted losses is near the requested ε.
         mean = float(self.masses @ losses) / float(self.masses.sum())
         if mean < reference - 300 / (self.tilt + 1):
             reference = self.width * round(mean / self.width)

@@ -3,17 +3,18 @@
 Step t has a threshold Q_t, which is fixed before the step. A unit contributes two things to it:
 
 * its gradient, clipped to Q_t and scaled by C / Q_t. Its norm is at most C, whatever Q_t is. Andrew et al. add noise of
-  deviation σ_g Q_t to the sum of gradients clipped to Q_t; here sum and noise are divided by Q_t and multiplied by the
-  constant C. So a learning rate keeps its meaning while Q_t moves, and the noise has the same deviation in each step;
-* its share of a count: ½ if its norm is at most Q_t, otherwise -½, also if its gradient is not finite.
+  standard deviation σ_g Q_t to the sum of gradients clipped to Q_t; here sum and noise are divided by Q_t and
+  multiplied by the constant C. So a learning rate keeps its meaning while Q_t changes, and the noise has the same
+  standard deviation in each step;
+* its share of a count: ½ if its norm is at most Q_t, otherwise -½, including non-finite gradients.
 
-The sum of gradients gets noise of deviation σ_g C, and the count noise of deviation σ_b. Divided by these deviations,
+The sum of gradients gets noise of standard deviation σ_g C, and the count noise of σ_b. Divided by these deviations,
 one unit's contribution to both is a vector of squared norm at most 1/σ_g² + 1/(2σ_b)², and σ_g is chosen so that this
 is 1/σ². So a step is one Gaussian release with noise multiplier σ, sampled and composed as without the count. This
-holds under zero-out. If a unit is replaced by another one, the gradients change by at most 2C and the count by at most
-1, which is twice as much in both. It also holds for noise that is correlated over steps: the count is one more
-coordinate of the release, and its noise comes from the same stream with the same strategy. Q_t depends on earlier noisy
-counts only, so it is a function of earlier releases.
+holds under zero-out. If a unit is replaced by a different one, the gradients change by at most 2C and the count by at
+most 1, which is twice as much in both. It also holds for noise that is correlated over steps: the count is an
+additional coordinate of the release, and its noise comes from the same stream with the same strategy. Q_t depends only
+on earlier noisy counts, so it is a function of earlier releases.
 
 The count is divided by the public expected batch size b, never by the number of units in the step, which is private.
 
@@ -41,10 +42,10 @@ _BATCHES_PER_NOISE = 20  # b / σ_b by default, as in the source's experiments
 class QuantileClipping(NormBound, OneGroup):
     """Clip each unit's gradient to a threshold that follows a quantile of the norms, and scale it to at most C.
 
-    The object belongs to one step; `updated` returns that of the next step.
+    The object belongs to one step; `updated` returns the next step's object.
 
     Attributes:
-        quantile: γ, the share of units that are to stay below the threshold; above 0 and below 1.
+        quantile: γ, the share of units that should stay below the threshold; above 0 and below 1.
         rate: η > 0. The threshold changes by the factor exp(-η (b̃ - γ)), where b̃ is the noisy share below it.
         start: Q, the threshold; in a recipe that of the first step. None: C.
         count_noise: σ_b, at least 0.001, the standard deviation of the noise on the count of units, in units. None:
@@ -75,7 +76,7 @@ class QuantileClipping(NormBound, OneGroup):
             if name == "count_noise" and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-                raise ValueError(f"{name} is {value!r}; a number between {least:g} and {most:g} is needed")
+                raise ValueError(f"{name} is {value!r}; it must be between {least:g} and {most:g}")
 
     @property
     def threshold(self) -> float:
@@ -115,7 +116,7 @@ class QuantileClipping(NormBound, OneGroup):
         return expected_batch_size / _BATCHES_PER_NOISE if self.count_noise is None else float(self.count_noise)
 
     def at(self, threshold: float) -> Self:
-        """Return the clipping with another threshold."""
+        """Return the clipping with a different threshold."""
         return dataclasses.replace(self, start=threshold)
 
     def updated(self, noisy_statistic: float, expected_batch_size: int) -> Self:
@@ -136,8 +137,8 @@ class QuantileClipping(NormBound, OneGroup):
         """Return how a gradient is bounded, for the report."""
         deviation = "b/20" if self.count_noise is None else f"{self.count_noise:g}"
         return (
-            f"is clipped to a threshold, {self.threshold:g} in the first step, that moves towards the "
-            f"{self.quantile:g}-quantile of the norms after each step, by a count of the gradients below it with "
-            f"Gaussian noise of standard deviation {deviation}; it is scaled by C over the threshold, to a norm of at "
-            f"most C = {self.clip_norm:g}"
+            f"is clipped to a threshold, {self.threshold:g} in the first step, which moves towards the "
+            f"{self.quantile:g}-quantile of the norms after each step, using a count of the gradients below it with "
+            f"Gaussian noise of standard deviation {deviation}; it is then scaled by C over the threshold, to a norm "
+            f"of at most C = {self.clip_norm:g}"
         )

@@ -1,14 +1,14 @@
 """The event of an answer to one question about all units: counts, votes or means with Gaussian noise.
 
-Place in the flow: beside `events`. The answer is a vector that every unit may enter; nothing is sampled. Without one
-unit it moves by at most Δ (zero-out). Replacing a unit is removing one and adding another, so the answer moves by at
-most 2Δ then, and often by less: a vote by √2 instead of 1 and 1.
+The answer is a vector that every unit may enter, without sampling. Removing one unit changes it by at most Δ
+(zero-out). Replacing a unit means removing one and adding another, so it changes the answer by at most 2Δ, and often by
+less: a vote by √2 instead of 2.
 
-**Discrete noise.** Where the answer is of whole numbers on a grid, and the noise has the discrete Gaussian distribution
-with parameter s (`dpllm.mechanism.discrete_gaussian`), a move by w has the Rényi divergence α|w|²/(2s²) or less at
-every order α > 1, in both directions (Canonne, Kamath, Steinke, arXiv:2004.00010, theorems 4 and 14): the value of
-Gaussian noise. ε follows from these divergences (`dpllm.mechanism.renyi`), and is a little larger than that of Gaussian
-noise by privacy loss distributions.
+**Discrete noise.** If the answer consists of whole numbers on a grid, and the noise has the discrete Gaussian
+distribution with parameter s (`dpllm.mechanism.discrete_gaussian`), a change by w has a Rényi divergence of at most
+α|w|²/(2s²) at every order α > 1, in both directions (Canonne, Kamath, Steinke, arXiv:2004.00010, theorems 4 and 14):
+the value of Gaussian noise. ε follows from these divergences (`dpllm.mechanism.renyi`), and is slightly larger than
+that of Gaussian noise by privacy loss distributions.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Query(NeverTruncated):
     sampling_rate: float = 1.0
     """1: every unit enters."""
     replaced: float | None = 2.0
-    """The largest change of the answer by replacing a unit, over that by removing one; at most 2. None: not known, so
+    """The largest change of the answer by replacing a unit, relative to removing one; at most 2. None: unknown, so
     replace-one is accounted for by group privacy."""
     discrete: bool = False
     """Whether answer and noise are whole multiples of a grid, and the noise has the discrete Gaussian distribution."""
@@ -57,14 +57,14 @@ class Query(NeverTruncated):
         """Check kinds and ranges."""
         super().__post_init__()
         if self.sampling_rate != 1:
-            raise ValueError(f"a query is about all units, so its sampling_rate is 1, got {self.sampling_rate}")
+            raise ValueError(f"a query covers all units, so its sampling_rate must be 1, got {self.sampling_rate}")
         if not isinstance(self.discrete, bool):
             raise ValueError(f"discrete must be true or false, got {self.discrete!r}")
         if self.replaced is not None:
             object.__setattr__(self, "replaced", float(self.replaced))
             if not 0 < self.replaced <= 2:
                 raise ValueError(
-                    f"replaced must be above 0 and at most 2, got {self.replaced}: replacing a unit is removing one "
+                    f"replaced must be above 0 and at most 2, got {self.replaced}: replacing a unit means removing one "
                     "and adding another"
                 )
 
@@ -89,11 +89,11 @@ class Query(NeverTruncated):
         return "discrete noise; compare by zCDP" if self.discrete else None
 
     def rounds(self, num_steps: int) -> list[tuple[Round, int]]:
-        """Return the answers: each is a round."""
+        """Return the answers; each is a round."""
         return [(dataclasses.replace(self, clip_norm=1.0, num_units=None), num_steps)]
 
     def has_pair(self, adjacency: str) -> bool:
-        """Return whether there is a pair: under replace-one where the change is known."""
+        """Return whether there is a pair; under replace-one, only if the change is known."""
         return adjacency == "zero-out" or self.replaced is not None
 
     def parts(self, count: int, adjacency: str, width: float) -> list[tuple[pld.LossPmf, int]]:
@@ -110,7 +110,7 @@ class Query(NeverTruncated):
         return _grid(self._noise(adjacency) / math.sqrt(count), 1.0, 1, adjacency, width)
 
     def dp_event(self) -> dp_accounting.DpEvent:
-        """Return the event in dp_accounting's terms, for zero-out; for discrete noise one with the same divergences."""
+        """Return the event in dp_accounting's terms, for zero-out; for discrete noise, one of equal divergences."""
         return dp_event.GaussianDpEvent(self.noise_multiplier)
 
     def words(self) -> EventWords:
@@ -132,12 +132,12 @@ class Query(NeverTruncated):
         )
 
     def _moved(self, adjacency: str) -> float:
-        """Return the largest change of the answer over the standard deviation of the noise."""
+        """Return the answer's largest change divided by the noise's standard deviation."""
         replaced = 2.0 if self.replaced is None else self.replaced
         return (1.0 if adjacency == "zero-out" else replaced) / self.noise_multiplier
 
     def _noise(self, adjacency: str) -> float:
-        """Return the σ for which `_whole` has the pair of this adjacency: under replace-one its pair is 2 apart."""
+        """Return the σ for which `_whole` has this adjacency's pair; its replace-one pair is 2 apart."""
         return (1.0 if adjacency == "zero-out" else 2.0) / self._moved(adjacency)
 
 

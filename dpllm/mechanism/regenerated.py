@@ -1,15 +1,14 @@
-"""Correlated noise that is stored between steps, or drawn again from its first step, with equal bits.
+"""Correlated noise that is stored between steps, or redrawn from its first step, with equal bits.
 
-Place in the flow: between a run and the stream of its noise. Banded noise needs the noise of the last b - 1 steps, as
-many tensors of the gradient's size. Where they do not fit, the noise of a block of entries is *regenerated* in each
-step: all independent numbers that it was made from are drawn again, from the first step on, and go through the same
-code. It needs memory for one block only, and time: t draws per entry in step t instead of one, and about 2 t / b with
-the geometric strategy (`SingleStep`).
+Banded noise needs the noise of the last b - 1 steps, each a tensor of the gradient's size. If these do not fit, the
+noise of a block of entries is *regenerated* in each step: all its independent numbers are drawn again, from the first
+step on, and go through the same code. This needs memory for one block only, and time: t draws per entry in step t
+instead of one, and about 2 t / b with the geometric strategy (`SingleStep`).
 
 The numbers of a block are a function of a secret key and an address: the parameter's name, this process's slice, the
 block and the step. Stored noise is made from the same numbers, block by block, so both give the same noise, bit by bit,
-and a run may store a part. The key is taken from the operating system at each start and resume. It is in this process's
-memory only (`dpllm.mechanism.keys`): whoever has it can subtract all noise of the run.
+and a run may store only part of it. The key is taken from the operating system at each start and resume. It stays in
+this process's memory (`dpllm.mechanism.keys`): anyone who has it can subtract all noise of the run.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ def stream_of(noise: Noise, source: NoiseSource, num_steps: int, memory: str = "
     """Return the noise of a run, or of a resume, stored or regenerated.
 
     Args:
-        noise: of the plan.
-        source: of this process.
+        noise: the plan's noise.
+        source: this process's source.
         num_steps: T of the plan.
-        memory: "stored", "regenerated", or "auto": stored as far as `STORED_SHARE` of the device's memory allows. It
-            changes no number.
+        memory: "stored", "regenerated", or "auto": stored as far as `STORED_SHARE` of the device's memory allows. The
+            noise is the same.
 
     Raises:
-        ValueError: there is no such choice.
+        ValueError: the choice is unknown.
     """
     limit = NoiseMemory(memory, noise.tensors_kept)
     if not noise.tensors_kept:
@@ -58,10 +57,10 @@ class NoiseMemory:
 
     Args:
         choice: "stored", "regenerated" or "auto".
-        num_tensors: tensors that are kept of a block.
+        num_tensors: the number of tensors kept per block.
 
     Raises:
-        ValueError: there is no such choice.
+        ValueError: the choice is unknown.
     """
 
     def __init__(self, choice: str, num_tensors: int) -> None:
@@ -72,7 +71,7 @@ class NoiseMemory:
         self._bytes: dict[torch.device, int] = {}
 
     def stores(self, block: Tensor) -> bool:
-        """Return whether the noise of a block is stored, and if so count its bytes."""
+        """Return whether a block's noise is stored, and if so count its bytes."""
         if self._choice != "auto":
             return self._choice == "stored"
         stored = self._bytes.get(block.device, 0) + self._num_tensors * block.numel() * block.element_size()
@@ -83,7 +82,7 @@ class NoiseMemory:
 
 
 def memory_of(device: torch.device) -> int:
-    """Return the bytes of memory of a device; of a CPU, this process's share of what its container may use."""
+    """Return a device's memory in bytes; for a CPU, this process's share of its container's limit."""
     import torch
 
     if device.type == "cuda":
@@ -91,17 +90,17 @@ def memory_of(device: torch.device) -> int:
     limits = [2**63]
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit: "max"
+    with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit ("max")
         limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii")))
     return min(limits) // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 class BlockStream:
-    """The noise of a run, made by a separate stream for each block of entries from numbers with addresses.
+    """The noise of a run, made by a separate stream for each block of entries from addressed numbers.
 
     Args:
-        make: returns a stream, at its beginning, that draws from these numbers. Made twice from the same numbers, it
-            must give the same noise.
+        make: returns a new stream that draws from these numbers. Made twice from the same numbers, it must give the
+            same noise.
         source: gives the secret key.
         memory: decides which streams are stored.
     """
@@ -117,8 +116,8 @@ class BlockStream:
         """Begin a step. Skipped steps still draw their noise, since the groups advance with every draw.
 
         Raises:
-            ValueError: the step is not after the last one; or a parameter had no noise in the step before, or an error
-                broke it off.
+            ValueError: the step does not follow the last one, or a parameter received no noise in the previous step, or
+                only part of it because of an error.
         """
         self._order.begin(step)
 
@@ -126,18 +125,18 @@ class BlockStream:
         """Add the noise of this step to one process's slice of the entries, in place.
 
         Raises:
-            ValueError: the parameter already had its noise of this step, or its shape, its dtype or the processes
-                changed, or the dtype is neither float32 nor float64; or this process is a fork.
+            ValueError: the parameter already received its noise of this step; its shape, dtype or processes changed;
+                the dtype is neither float32 nor float64; or this process is a fork.
         """
         if self._order.step < 0:
-            raise ValueError(f"{name} has no noise before the first step: call begin")
+            raise ValueError(f"{name} has no noise before the first step: call begin first")
         self._order.require_first(name)
         share = slice_of(total, rank, size)
         place = (share.numel(), share.dtype, rank, size)
         if self._places.setdefault(name, place) != place:
             raise ValueError(
-                f"{name} has {_words(place)}, and had {_words(self._places[name])} in the steps before, with whose "
-                "noise it is correlated: keep the model's shapes, or start a new run"
+                f"{name} has {_words(place)}, but had {_words(self._places[name])} in the previous steps, with whose "
+                "noise it is correlated. Keep the model's shapes, or start a new run"
             )
         with self._order.adding(name):
             for number, block in enumerate(share.split(ENTRIES_AT_A_TIME)):
@@ -163,4 +162,4 @@ class BlockStream:
 
 def _words(place: tuple[object, ...]) -> str:
     entries, dtype, rank, size = place
-    return f"{entries} entries for this process ({dtype}, process {rank} of {size})"
+    return f"{entries} entries on this process ({dtype}, process {rank} of {size})"

@@ -1,9 +1,9 @@
-"""From bounds by Rényi divergences to a distribution of privacy losses that can be composed with others.
+"""Turn bounds by Rényi divergences into a distribution of privacy losses that can be composed with others.
 
-Place in the flow: beside `pld`, below the events whose cost is known as Rényi divergences. From them follows a bound
-δ(ε) for every ε >= 0, in both directions of zero-out. The true δ is a convex function of t = exp(ε), so the lower
-convex hull of that bound is a bound as well. A distribution of privacy losses with exactly this hull dominates the
-mechanism, and can be composed with other ones on the same data (Zhu, Dong, Wang, arXiv:2106.08567, theorem 10).
+Some events' costs are known only as Rényi divergences. They give a bound δ(ε) for every ε >= 0, in both directions of
+zero-out. The true δ is a convex function of t = exp(ε), so the lower convex hull of that bound is a bound as well. A
+distribution of privacy losses with exactly this hull dominates the mechanism, and can be composed with other
+distributions on the same data (Zhu, Dong, Wang, arXiv:2106.08567, theorem 10).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ HIGHEST = 600.0
 _ORDER_RATIO, _MOST_ORDER = 1.2, 400_000.0
 
 LogDelta = Callable[[NDArray[np.float64]], NDArray[np.float64]]
-"""From ε >= 0, (n,), to log δ."""
+"""Maps ε >= 0, (n,), to log δ."""
 
 
 def grid(width: float) -> float:
-    """Return the width of the grid of losses where ``width`` is asked for: ten times it, and at most `WIDTH` if larger.
+    """Return the width of the grid of losses for a requested ``width``: ten times it, and at most `WIDTH` if larger.
 
     The loss of a bound has no noise to resolve, so a hundred widths up to ε are enough.
 
@@ -42,7 +42,7 @@ def grid(width: float) -> float:
 def sampled_gaussian(sampling_rate: float, noise_multiplier: float, order: int) -> float:
     """Return the Rényi divergence of a Poisson sampled Gaussian sum at a whole order (arXiv:1908.10530, section 3.3).
 
-    It is for the high orders, at which the library takes seconds.
+    For high orders, at which the library takes seconds.
 
     >>> round(sampled_gaussian(1.0, 10.0, 4), 12)
     0.02
@@ -55,7 +55,7 @@ def sampled_gaussian(sampling_rate: float, noise_multiplier: float, order: int) 
 
 
 def fine_orders(width: float) -> tuple[int, ...]:
-    """Return whole Rényi orders for the small ε that has a grid finer than `WIDTH`; none for another grid.
+    """Return whole Rényi orders for the small ε of a grid finer than `WIDTH`; none for any other grid.
 
     The best order for an ε at a δ is below 2 log(1/δ)/ε, and an ε has a hundred to a few hundred widths.
     """
@@ -104,7 +104,7 @@ def dominating(
     Args:
         log_delta: the bound.
         width: the distance between two grid points.
-        also: from ε to a δ that is added to the bound.
+        also: maps ε to a δ that is added to the bound.
     """
     furthest = last(log_delta, width)
     if float(log_delta(np.array([furthest]))[0]) >= 0:  # the bound is 1 everywhere; what remains costs no time
@@ -112,7 +112,7 @@ def dominating(
     count = max(2, math.ceil(furthest / width))
     epsilons = np.arange(count + 1, dtype=np.float64) * width
     deltas = np.exp(log_delta(epsilons))
-    if also is not None:  # δ never rises with ε, but this bound of it may
+    if also is not None:  # δ never increases with ε, but this bound may
         deltas = np.minimum.accumulate(np.minimum(1.0, deltas + also(epsilons)))
     knots = _hull(np.concatenate(([-1.0], np.exp(epsilons))), np.concatenate(([1.0], deltas)))
     at = knots[1:] - 1  # without the point (-1, 1)
@@ -130,7 +130,7 @@ def dominating(
 
 
 def _hull(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return the indices of the points on the lower convex hull, for rising ``x`` (Andrew's monotone chain)."""
+    """Return the indices of the points on the lower convex hull, for ascending ``x`` (Andrew's monotone chain)."""
     xs, ys = x.tolist(), y.tolist()
     kept: list[int] = []
     for number, (at, value) in enumerate(zip(xs, ys, strict=True)):

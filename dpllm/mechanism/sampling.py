@@ -1,9 +1,9 @@
-"""The choice of the units of a step: truncated Poisson sampling, or a fixed order.
+"""The choice of a step's units: truncated Poisson sampling, or a fixed order.
 
-Place in the flow: the sampler is made from the plan and draws once per step over all units. Under Poisson sampling each
-unit enters a step independently with probability q; when more than `max_batch_size` enter, a uniform subset of that
-size stays (arXiv:2508.15089 has the accounting of the truncation). Which units were drawn, and how many, is secret. In
-a fixed order every pass visits each unit once.
+The sampler is built from the plan and draws once per step from all units. Under Poisson sampling each unit enters a
+step independently with probability q; if more than `max_batch_size` enter, a uniform subset of that size is kept
+(arXiv:2508.15089 has the accounting of the truncation). Which units were drawn, and how many, is secret. In a fixed
+order every pass visits each unit once.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TruncatedPoissonSampler:
             raise ValueError(f"max_batch_size must be at least 1, got {self.max_batch_size}")
 
     def draw(self, rng: np.random.Generator) -> NDArray[np.int64]:
-        """Return the units of one step, in rising order; there may be none, and the step is still taken.
+        """Return the units of one step, in ascending order; there may be none, and the step is still taken.
 
         A uniform subset of a uniform subset is a uniform subset, so one draw of min(Binomial(N, q), B_max) units
         without replacement is the truncated Poisson sample. Costs O(qN) time and memory.
@@ -71,15 +71,15 @@ class TruncatedPoissonSampler:
 class FixedOrderSampler:
     """Puts the units in one random order, and takes B of them in each step, pass after pass.
 
-    For runs whose units cannot be sampled at random in each step. No privacy is gained from this choice: the accounting
-    of `dpllm.mechanism.blt` would hold if everybody knew the order. It needs two facts: how far apart two steps of one
-    unit are at least, and how many steps a unit enters at most.
+    For runs whose units cannot be sampled at random in each step. This choice adds no privacy: the accounting of
+    `dpllm.mechanism.blt` would hold if everybody knew the order. It needs two facts: the minimal distance between two
+    steps of one unit, and the maximal number of steps that a unit enters.
 
-    The passes follow each other without a gap: pass m has unit i of the order in the place i + mN, and step t takes the
-    places from tB up to (t + 1)B. So every step has exactly B units.
+    The passes follow each other without a gap: pass m has unit i of the order at position i + mN, and step t takes the
+    positions from tB up to (t + 1)B. So every step has exactly B units.
 
     Guarantee: two steps that one unit enters are at least ⌊N/B⌋ apart, because ⌊(x + N)/B⌋ >= ⌊x/B⌋ + ⌊N/B⌋ for every
-    place x. Of the first n steps, which have nB places, a unit enters at most ⌈nB/N⌉.
+    position x. In the first n steps, which have nB positions, a unit enters at most ⌈nB/N⌉.
 
     Raises:
         ValueError: a batch is empty, or larger than the number of units.
@@ -98,21 +98,21 @@ class FixedOrderSampler:
         """Check the fields."""
         if not 1 <= self.batch_size <= self.num_units:
             raise ValueError(
-                f"a fixed order of {self.num_units} units has no batches of expected_batch_size={self.batch_size}: "
-                f"take a batch of at least 1 and at most {self.num_units} units"
+                f"a fixed order of {self.num_units} units has no batches of expected_batch_size={self.batch_size}. Use "
+                f"a batch of 1 to {self.num_units} units"
             )
 
     @property
     def separation(self) -> int:
-        """The least number of steps between two steps of one unit, ⌊N/B⌋."""
+        """The minimal number of steps between two steps of one unit, ⌊N/B⌋."""
         return self.num_units // self.batch_size
 
     def participations(self, num_steps: int) -> int:
-        """Return the largest number of steps that one unit enters, of the first ``num_steps`` of a start."""
+        """Return the maximal number of steps that one unit enters in the first ``num_steps`` of a start."""
         return -(-num_steps * self.batch_size // self.num_units)
 
     def steps(self, rng: np.random.Generator) -> Iterator[NDArray[np.int64]]:
-        """Yield the units of each step, in rising order, without end.
+        """Yield the units of each step, in ascending order, without end.
 
         Args:
             rng: `secret_rng()`.
@@ -129,13 +129,13 @@ def secret_rng() -> np.random.Generator:
 
 
 def seeded_rng(seed: int) -> np.random.Generator:
-    """Return a generator that always gives the same draws. Only for tests: the seed reveals the sample."""
+    """Return a generator that always gives the same draws. Only for tests, since the seed reveals the sample."""
     # The default pool of a SeedSequence holds 128 bits; eight words hold all 256.
     return np.random.Generator(np.random.PCG64DXSM(np.random.SeedSequence(seed, pool_size=8)))
 
 
 def default_max_batch_size(expected_batch_size: int, num_units: int | None = None) -> int:
-    """Return ceil(b + 7 sqrt(b)), and no more than there are units.
+    """Return ceil(b + 7 sqrt(b)), and at most the number of units.
 
     Seven standard deviations of the Poisson batch size: truncation is then so rare that it hardly changes ε.
 

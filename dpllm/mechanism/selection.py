@@ -1,12 +1,11 @@
 """The best of a random number of private runs: private tuning, and its privacy event.
 
-Place in the flow: beside the events. A tuning draws a number of runs K, takes that many independent runs of one
-randomised algorithm (draw a candidate, train it), and releases only the run with the best score. If K comes from one of
-the distributions below and stays secret, as do the other runs, the release costs little more than one run (Liu and
-Talwar, arXiv:1811.07971; Papernot and Steinke, arXiv:2110.03620). A failed run is an output of the algorithm too: it
-counts, with the worst score.
+A tuning draws a number K, performs K independent runs of one randomised algorithm (draw a candidate, train it), and
+releases only the run with the best score. If K comes from one of the distributions below and stays secret, as do the
+other runs, the release costs little more than one run (Liu and Talwar, arXiv:1811.07971; Papernot and Steinke,
+arXiv:2110.03620). A failed run is an output of the algorithm too: it counts, with the worst score.
 
-The cost is known as Rényi divergences, from which `dpllm.mechanism.renyi` makes a distribution of privacy losses.
+The cost is known as Rényi divergences, which `dpllm.mechanism.renyi` converts to a distribution of privacy losses.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ class Selection:
         return _SHAPES[self.kind]
 
     def words(self) -> str:
-        """Return the distribution for people."""
+        """Return a readable description of the distribution."""
         return f"K is {self.kind} with mean {self.mean:g}"
 
     def chance(self, runs: int) -> float:
@@ -97,7 +96,7 @@ class Selection:
         return float(stats.logser.pmf(runs, _logarithmic(self.mean)))
 
     def number_at(self, uniform: float) -> int:
-        """Return the smallest k with P[K <= k] > ``uniform``: the K of a uniform number in [0, 1).
+        """Return the smallest k with P[K <= k] > ``uniform``: the K that belongs to a uniform number in [0, 1).
 
         >>> [Selection("geometric", 10).number_at(uniform) for uniform in (0.0, 0.15, 0.99)]
         [1, 2, 44]
@@ -159,7 +158,7 @@ class SelectedRun(NeverTruncated):
 
     @property
     def renyi_event(self) -> dp_accounting.DpEvent:
-        """The selection itself: its ε rests on these divergences."""
+        """The selection itself, whose ε is based on these divergences."""
         return self.dp_event()
 
     @property
@@ -173,11 +172,11 @@ class SelectedRun(NeverTruncated):
         return "a selection of runs; compare by Rényi accounting"
 
     def rounds(self, num_steps: int) -> list[tuple[Round, int]]:
-        """Return the selections: each is a round."""
+        """Return the selections; each is a round."""
         return [(dataclasses.replace(self, clip_norm=1.0, num_units=None), num_steps)]
 
     def has_pair(self, adjacency: str) -> bool:
-        """Return whether there is a pair: the Rényi bounds hold for zero-out only."""
+        """Return whether there is a pair; the Rényi bounds hold only for zero-out."""
         return adjacency == "zero-out"
 
     def parts(self, count: int, adjacency: str, width: float) -> list[tuple[pld.LossPmf, int]]:
@@ -202,8 +201,8 @@ class SelectedRun(NeverTruncated):
         return EventWords(
             sampling=f"plain Poisson, {self.num_rounds} rounds in each of K runs",
             accounted_as=f"the best of K runs, where {self.selection.words()}, K and the other runs stay secret, and "
-            "the score looks at no private record (Papernot and Steinke, arXiv:2110.03620, theorems 2 and 6): Rényi "
-            "divergences, turned into a dominating distribution of privacy losses. Under replace-one, by group "
+            "the score uses no private record (Papernot and Steinke, arXiv:2110.03620, theorems 2 and 6): Rényi "
+            "divergences, converted into a dominating distribution of privacy losses. Under replace-one, by group "
             "privacy: ε is twice a zero-out ε at a smaller δ",
             options=f"--best-of {self.mean_runs:g} --best-of-runs {self.runs}",
             command_steps=self.num_rounds,
@@ -226,15 +225,15 @@ def selected_run(selection: Selection, event: Event, num_steps: int) -> Selected
     plain = one.untruncated
     if others or plain is None:
         raise ValueError(
-            f"a selection needs runs of Poisson sampled Gaussian sums, and a step here is of the kind {one.kind!r}, "
-            f"{one.words().sampling}: no Rényi bound of a selection of such runs is known here. Leave privacy.sampling "
-            "out, so that whole units are drawn, take privacy.randomness=chacha20 instead of discrete, or add up the "
-            "runs"
+            f"a selection needs runs of Poisson sampled Gaussian sums, but a step here is of the kind {one.kind!r}, "
+            f"{one.words().sampling}, and no Rényi bound is known for a selection of such runs. Omit privacy.sampling, "
+            "so that whole units are drawn, use privacy.randomness=chacha20 instead of discrete, or add up the cost "
+            "of the runs"
         )
     if one.truncates:
         raise ValueError(
-            "no Rényi bound is known for truncated samples, so no selection of such runs is accounted for. Leave "
-            "privacy.max_batch_size out: a run of a selection then draws without a largest size"
+            "no Rényi bound is known for truncated samples, so a selection of such runs has no accounting. Omit "
+            "privacy.max_batch_size: a run of a selection then draws batches without a limit"
         )
     return SelectedRun(
         sampling_rate=plain.sampling_rate,

@@ -1,7 +1,7 @@
-"""The event of several private answers of different kinds: all that a query run may charge, as one event.
+"""The event of several private answers of different kinds: everything that a query run may charge, as one event.
 
-Place in the flow: beside `events`; the catalogue reads and writes the events inside. A budget and the first line of a
-ledger hold the cost of a whole query run as this one event, since each of them names one event for a run.
+A budget and the first line of a ledger store the cost of a whole query run as this one event, since they name one event
+per run. The catalogue reads and writes the nested events.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Several:
     A run that only builds on an earlier release has no answers of its own, and no parts.
 
     Raises:
-        ValueError: a part is no event whose steps are independent of each other, or a count is out of range.
+        ValueError: a part is not an event with independent steps, or a count is out of range.
     """
 
     kind: ClassVar[str] = "several"
@@ -32,12 +32,12 @@ class Several:
         """Check the parts."""
         for event, count in self.parts:
             if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_STEPS:
-                raise ValueError(f"an event is counted from 1 to {MAX_STEPS:,} times, got {count!r}")
+                raise ValueError(f"an event's count must be from 1 to {MAX_STEPS:,}, got {count!r}")
             if not callable(getattr(event, "rounds", None)):
-                raise ValueError(f"a part is an event, got {event!r}")
+                raise ValueError(f"a part must be an event, got {event!r}")
             if isinstance(event, Several) or event.restarts:
                 raise ValueError(
-                    f"an event of the kind {event.kind!r} depends on the course of its run, so it is no part of "
+                    f"an event of the kind {event.kind!r} depends on the course of its run, so it cannot be part of "
                     "several answers. Charge events whose rounds are independent"
                 )
 
@@ -51,7 +51,7 @@ class Several:
 
     @property
     def noise_multiplier(self) -> float:
-        """The smallest σ of the parts; without parts the largest σ that there is."""
+        """The smallest σ of the parts; without parts, the largest possible σ."""
         return min((event.noise_multiplier for event, _ in self.parts), default=MAX_NOISE)
 
     @property
@@ -76,7 +76,7 @@ class Several:
 
     @property
     def is_selection(self) -> bool:
-        """Each answer has an ε of its own."""
+        """Each answer has its own ε."""
         return False
 
     def rounds(self, num_steps: int) -> list[tuple[Round, int]]:
@@ -87,4 +87,4 @@ class Several:
         """Return the report's description of the event."""
         listed = "; ".join(f"{count:,} times {event.words().accounted_as}" for event, count in self.parts)
         listed = listed or "no answer of its own"
-        return EventWords(sampling="as each answer says", accounted_as=listed, options="", is_sampled=False)
+        return EventWords(sampling="as each answer states", accounted_as=listed, options="", is_sampled=False)

@@ -1,8 +1,8 @@
 """Strategies of correlated noise: the first column of the matrix M of `dpllm.mechanism.banded`.
 
-Place in the flow: the planner makes a strategy for a workload; the plan stores its numbers, and nothing is optimised
-again afterwards. The guarantee needs a column of norm at most 1, which `require_column` checks; the rest is only a
-matter of less noise.
+The planner chooses a strategy for a workload; the plan stores its numbers, and nothing is optimised again afterwards.
+The guarantee needs a column of norm at most 1, which `require_column` checks; everything else only affects the amount
+of noise.
 
 * *Geometric*: c_j proportional to γ^j for j < b. Its inverse has a recursion of three terms for any b.
 * *Free*: any b numbers, found by L-BFGS with the analytic gradient.
@@ -21,7 +21,7 @@ from dpllm.mechanism.workload import Workload
 
 _NORM_SLACK = 1e-12  # of the squares, which are rounded; columns of 1000 entries have errors below 1e-13
 _GROWTH_SLACK = 1e-6  # of the roots of a polynomial
-_TOO_LONG = 1e300  # in place of an error that overflows
+_TOO_LONG = 1e300  # replaces an error that overflows
 _NEARLY_LEAST = 1.001
 _LEAST_RATIO = 0.3
 _LEAST_DIAGONAL = 1e-3
@@ -30,8 +30,8 @@ _LEAST_DIAGONAL = 1e-3
 def require_norm(column: Sequence[float]) -> None:
     """Refuse a first column that would make the printed ε untrue.
 
-    The sensitivity of the release is C times the largest norm of a column of M. All columns of a lower triangular
-    Toeplitz matrix are shifted and cut copies of the first one.
+    The sensitivity of the release is C times the largest column norm of M. All columns of a lower triangular Toeplitz
+    matrix are shifted and truncated copies of the first one.
 
     Raises:
         ValueError: an entry is not a finite number, the diagonal is not above 0, or the norm exceeds 1.
@@ -42,14 +42,14 @@ def require_norm(column: Sequence[float]) -> None:
         raise ValueError(f"coefficients must be numbers, got {list(column)!r}")
     if not column or not all(abs(value) < math.inf for value in column) or column[0] < _LEAST_DIAGONAL:
         raise ValueError(
-            f"coefficients must be finite and the first one at least {_LEAST_DIAGONAL:g}, since noise is divided by "
-            f"it, got {str(list(column))[:200]}"
+            f"coefficients must be finite and the first one at least {_LEAST_DIAGONAL:g}, since the noise is divided "
+            f"by it, got {str(list(column))[:200]}"
         )
     norm = math.hypot(*(min(max(value, -1e9), 1e9) for value in column))
     if norm**2 > 1 + _NORM_SLACK:
         raise ValueError(
-            f"coefficients have norm {norm:.9g}, but at most 1 is needed: a unit could change the "
-            "releases by more than clip_norm. Divide them by their norm"
+            f"coefficients have norm {norm:.9g}, but at most 1 is allowed: a unit could change the releases by more "
+            "than clip_norm. Divide them by their norm"
         )
 
 
@@ -62,14 +62,14 @@ def require_column(column: tuple[float, ...]) -> None:
 
     >>> require_column((0.6, 0.8))
     Traceback (most recent call last):
-    ValueError: coefficients make noise that grows 1.33-fold with every step. Take coefficients that fall, or leave \
-    them out: they are then computed
+    ValueError: coefficients make noise that grows 1.33-fold with every step. Use decreasing coefficients, or omit \
+    them, and they are computed
     """
     require_norm(column)
     if len(column) > 1 and (growth := _growth(column)) > 1 + _GROWTH_SLACK:
         raise ValueError(
-            f"coefficients make noise that grows {growth:.3g}-fold with every step. Take coefficients that fall, or "
-            "leave them out: they are then computed"
+            f"coefficients make noise that grows {growth:.3g}-fold with every step. Use decreasing coefficients, or "
+            "omit them, and they are computed"
         )
 
 
@@ -90,14 +90,14 @@ def geometric_column(bands: int, ratio: float) -> tuple[float, ...]:
 
 
 def best_ratio(bands: int, workload: Workload) -> float:
-    """Return the smallest γ, in steps of 0.001, whose error is within 0.1 % of the least of all γ up to 1.
+    """Return the smallest γ, in steps of 0.001, whose error is within 0.1 % of the minimum over all γ up to 1.
 
-    The error is nearly flat there, while the variance of a single step's noise grows like 1/(1 - γ). The rounding also
+    The error is nearly flat there, while the variance of a single step's noise grows like 1/(1 - γ). Rounding also
     makes the number equal on all machines.
 
     Args:
         bands: b >= 2.
-        workload: the noise to be small.
+        workload: the noise to be minimised.
     """
     from scipy import optimize
 
@@ -116,7 +116,7 @@ def best_ratio(bands: int, workload: Workload) -> float:
 
 
 def free_column(bands: int, workload: Workload) -> tuple[float, ...]:
-    """Return the first column of norm 1, with b entries, that has the least error for a workload.
+    """Return the first column of norm 1, with b entries, that minimises the error for a workload.
 
     With u = M⁻¹ r (r the response, last step first) the square of the error is ‖c‖² Σ_j weight_j u_j². It does not
     depend on the scale of c, so c_0 = 1 is fixed and the others are optimised, starting from the coefficients of
@@ -125,7 +125,7 @@ def free_column(bands: int, workload: Workload) -> tuple[float, ...]:
 
     Args:
         bands: b. Entries beyond the number of steps are 0.
-        workload: the noise to be small.
+        workload: the noise to be minimised.
 
     >>> [round(value, 4) for value in free_column(2, Workload.prefix_sums(410))]
     [0.7643, 0.6449]
@@ -135,11 +135,11 @@ def free_column(bands: int, workload: Workload) -> tuple[float, ...]:
         return (*free_column(num_steps, workload), *[0.0] * (bands - num_steps))
     if bands == 1:
         return (1.0,)
-    from scipy import optimize, signal  # takes as long to load as all of the command line's help
+    from scipy import optimize, signal  # takes as long to load as the command line's whole help
 
     weight, response = workload.weights, workload.reversed
 
-    @np.errstate(over="ignore", invalid="ignore")  # of steps of the search that are too long, and are shortened
+    @np.errstate(over="ignore", invalid="ignore")  # of search steps that are too long and are shortened
     def loss(rest: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
         c = np.concatenate(([1.0], rest))
         u = signal.lfilter([1.0], c, response)
@@ -170,7 +170,7 @@ def rounded(column: Sequence[float]) -> tuple[float, ...]:
 
 @lru_cache(maxsize=64)
 def coefficients(bands: int, num_steps: int) -> tuple[float, ...]:
-    """Return the free column for prefix sums, which noise has that names only its bands.
+    """Return the free column for prefix sums, for noise with only its bands given.
 
     Args:
         bands: b.

@@ -1,8 +1,8 @@
-"""How the noise of each step reaches the released weights: the linear map for which correlated noise is designed.
+"""How each step's noise reaches the released weights: the linear map for which correlated noise is designed.
 
-Place in the flow: training reads optimizer, schedule and averaging and makes a workload of plain numbers; the planner
-chooses the strategy of the noise with it (`dpllm.mechanism.strategies`). It cannot change ε: any strategy whose columns
-have norm at most 1 has the same guarantee.
+Training makes a workload of plain numbers from optimizer, schedule and averaging; the planner uses it to choose the
+noise strategy (`dpllm.mechanism.strategies`). It cannot change ε: any strategy whose columns have norm at most 1 has
+the same guarantee.
 
 An optimizer with momentum adds to the weights θ in step t
 
@@ -10,8 +10,8 @@ An optimizer with momentum adds to the weights θ in step t
 
 with the learning rate r_t and the noisy gradient g_t. The released weights are the last θ, or an average Σ_t a_t θ_t+1.
 Both are linear in the noise of the steps. The response w_t is the factor of the noise of step t in the released
-weights. An optimizer that divides by a second moment multiplies the noise further; this factor is taken as equal in all
-steps. Curvature of the loss and weight decay, which forget early noise, are left out.
+weights. An optimizer that divides by a second moment scales the noise further; this factor is assumed to be equal in
+all steps. Curvature of the loss and weight decay, which reduce early noise, are ignored.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Workload:
     def __post_init__(self) -> None:
         """Check the numbers."""
         if not self.response or not all(math.isfinite(value) for value in self.response) or not any(self.response):
-            raise ValueError("a workload needs the response of at least one step: finite numbers that are not all 0")
+            raise ValueError("a workload needs the response of at least one step: finite numbers, not all 0")
         if self.over_time and set(self.response) != {1.0}:
-            raise ValueError("over_time needs a response of 1 in every step: make it with Workload.prefix_sums")
+            raise ValueError("over_time needs a response of 1 in every step: use Workload.prefix_sums")
 
     @property
     def num_steps(self) -> int:
@@ -51,7 +51,7 @@ class Workload:
 
     @classmethod
     def prefix_sums(cls, num_steps: int) -> Workload:
-        """Return the workload of a run about which only the number of steps is known: sums of equal steps."""
+        """Return the workload of a run of which only the number of steps is known: sums of equal steps."""
         return cls((1.0,) * num_steps, over_time=True)
 
     @classmethod
@@ -75,7 +75,7 @@ class Workload:
                 released.
 
         Raises:
-            ValueError: no step, a number out of range, or shares of another number of steps.
+            ValueError: there is no step, a number is out of range, or the shares have a different number of steps.
 
         >>> Workload.released([2, 2, 1]).response
         (1.0, 1.0, 0.5)
@@ -84,7 +84,7 @@ class Workload:
         """
         rate = np.asarray(rates, dtype=np.float64)
         if rate.ndim != 1 or rate.size < 1 or not np.isfinite(rate).all() or (rate < 0).any():
-            raise ValueError("rates must be finite and at least 0, one for each step, and at least one")
+            raise ValueError("rates must be finite and at least 0, with one for each step, and must not be empty")
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum must be at least 0 and below 1, got {momentum!r}")
         share = np.zeros(rate.size)
@@ -92,7 +92,7 @@ class Workload:
         if averaging is not None:
             share = np.asarray(averaging, dtype=np.float64)
             if share.shape != rate.shape or not np.isfinite(share).all() or (share < 0).any():
-                raise ValueError(f"averaging needs a finite share of at least 0 for each of {rate.size} steps")
+                raise ValueError(f"averaging needs a finite share of at least 0 for each of the {rate.size} steps")
         largest = rate.max()
         if largest == 0 or not share.any():
             return cls.prefix_sums(rate.size)
@@ -109,15 +109,15 @@ class Workload:
     def error(self, column: Sequence[float]) -> float:
         """Return the standard deviation of the noise in the released weights, divided by σC and the learning rate.
 
-        It is ‖wᵀ M⁻¹‖ for a lower triangular Toeplitz matrix M; of prefix sums, the root of their mean square.
+        This is ‖wᵀ M⁻¹‖ for a lower triangular Toeplitz matrix M; for prefix sums, the root of their mean square.
 
         Args:
-            column: the first column of M, from its diagonal downwards; the rest is 0.
+            column: the first column of M, from its diagonal downwards; all other entries are 0.
 
         >>> round(Workload.prefix_sums(410).error([1.0]), 3)
         14.335
         """
-        from scipy import signal  # takes as long to load as all of the command line's help
+        from scipy import signal  # takes as long to load as the command line's whole help
 
         filtered = signal.lfilter([1.0], np.asarray(column, dtype=np.float64)[: self.num_steps], self.reversed)
         return math.sqrt(float(self.weights @ filtered**2))

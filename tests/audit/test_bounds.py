@@ -127,7 +127,7 @@ def test_no_correct_guess_shows_nothing():
     ("change", "match"),
     [
         ({"scores": np.zeros((4, 5))}, "each canary needs one score and one coin"),
-        ({"included": np.zeros(20)}, "coins must be true or false, got float64"),
+        ({"included": np.zeros(20)}, "coins must be booleans, got float64"),
         ({"delta": 0.0}, "delta and confidence must be between 0 and 1"),
         ({"confidence": 1.0}, "delta and confidence must be between 0 and 1"),
         ({"scores": np.array([np.nan] * 20)}, "20 of 20 scores are not finite"),

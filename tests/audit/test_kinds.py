@@ -82,7 +82,7 @@ def test_the_temperature_is_that_of_the_distribution(model, tokenizer):
             assert found[tokenizer.decode([token]).strip()] / 3000 >= 0.7 * p
 
 
-@pytest.mark.parametrize(("special", "message"), [(False, "fewer than two tokens"), (True, "no token to begin or end")])
+@pytest.mark.parametrize(("special", "message"), [(False, "fewer than two tokens"), (True, "bos_token or eos_token")])
 def test_tokenizers_that_will_not_do(model, tokenizer, special, message):
     """One without readable tokens, and one without a beginning."""
     if special:

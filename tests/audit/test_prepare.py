@@ -244,7 +244,7 @@ class TestRefusals:
             ({"kind": "sampled", "temperature": 0.0}, [], "temperature must be above 0"),
             ({"num": 900, "length": 1}, [], r"only \d+ of 1800 canaries could be made"),
             ({}, ["privacy.dataset=x", "privacy.budget_file=b.json"], "counts the units without canaries"),
-            ({}, ["model.task=sequence_classification", "data.format=classification"], "cannot be audited by canaries"),
+            ({}, ["model.task=sequence_classification", "data.format=classification"], "cannot be audited"),
         ],
     )
     def test_requests(self, recipe_file, tmp_path, options, overrides, message):

@@ -212,7 +212,7 @@ def test_a_process_that_gets_several_rows_first_does_not_leave_the_others(engine
 def test_trained_parameters_in_a_leaf_module_of_zero3_are_refused(tmp_path):
     """DeepSpeed would fill in zeros for their gradients in the clipper's own pass; frozen ones are only gathered."""
     for trained, frozen in run(tmp_path, "tests.distributed.matrix:leaves"):
-        assert "mlp.gate.weight is trained, and lies in a leaf module of ZeRO-3 (MixtralSparseMoeBlock)" in trained
+        assert "mlp.gate.weight is trained but belongs to a ZeRO-3 leaf module (MixtralSparseMoeBlock)" in trained
         assert frozen < 2e-5
 
 
@@ -274,7 +274,7 @@ def test_a_loss_of_two_calls_releases_the_clipped_sum_of_one_process(tmp_path):
 @pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
 def test_one_unit_at_a_time_is_refused_for_shards_by_name(engine, tmp_path):
     for refused in run(tmp_path, "tests.distributed.matrix:refused", engine=engine):
-        assert "per_unit needs the whole gradient of a unit on one process" in refused
+        assert "privacy.gradients=per_unit needs" in refused
 
 
 @kills(

@@ -81,7 +81,7 @@ def test_auto_is_filled_in_and_another_value_is_refused(path):
     config = config_with(path, "auto")
     private_config(config)
     assert look_up(config, path) == _NEEDED[path][0]
-    with pytest.raises(EngineError, match=rf"sets {path}={OTHER_VALUES[path]!r}, which cannot be used .*Leave it out"):
+    with pytest.raises(EngineError, match=rf"sets {path}={OTHER_VALUES[path]!r}, which cannot be used .*Remove it"):
         private_config(config_with(path, OTHER_VALUES[path]))
 
 
@@ -101,7 +101,7 @@ def test_a_stage_without_zero_is_refused(stage):
     config = config_with(stage=stage)
     if stage is None:
         del config["zero_optimization"]["stage"]
-    with pytest.raises(EngineError, match=rf"zero_optimization\.stage={stage or 0}; 1, 2 and 3.*--config ddp"):
+    with pytest.raises(EngineError, match=rf"zero_optimization\.stage={stage or 0},.* 1, 2 and 3.*--config ddp"):
         private_config(config)
     with pytest.raises(EngineError, match=r"zero_optimization\.stage=0"):
         private_config({})

@@ -67,7 +67,7 @@ def test_a_pipeline_of_deepspeed_is_refused():
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"gradient_clipping": 1.0}, r"gradient_clipping=1\.0; private training needs 0\.0: it would rescale"),
+        ({"gradient_clipping": 1.0}, r"gradient_clipping=1\.0, but private training needs 0\.0: it would rescale"),
         ({"communication_data_type": torch.bfloat16}, r"communication_data_type=torch\.bfloat16.*rounded before"),
         ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps=4.*expected_batch_size"),
         ({"fp16_enabled": True}, r"fp16\.enabled=True.*loss scaler"),
@@ -81,7 +81,7 @@ def test_a_pipeline_of_deepspeed_is_refused():
             r"ZeRO-1 with zero_optimization\.offload_optimizer",
         ),
         ({"config": {"zero_optimization": {"stage": 2}, "prescale_gradients": True}}, "prescale_gradients=True"),
-        ({"config": {"zero_optimization": {"stage": 0}}}, r"zero_optimization\.stage=0; 1, 2 and 3"),
+        ({"config": {"zero_optimization": {"stage": 0}}}, r"zero_optimization\.stage=0"),
     ],
 )
 def test_deepspeed_is_refused_as_it_understood_its_configuration(changes, match):
@@ -118,10 +118,10 @@ def test_a_model_over_several_devices_is_refused():
 @pytest.mark.parametrize(
     ("name", "value", "match"),
     [
-        ("_mixed_precision", "fp16", "made with mixed_precision='fp16'"),
-        ("_mixed_precision", "fp8", "made with mixed_precision='fp8'"),
-        ("parallelism_config", ParallelismConfig(cp_size=2), "made with cp_size=2: tensor, context and sequence"),
-        ("parallelism_config", ParallelismConfig(sp_size=2), "made with sp_size=2"),
+        ("_mixed_precision", "fp16", "created with mixed_precision='fp16'"),
+        ("_mixed_precision", "fp8", "created with mixed_precision='fp8'"),
+        ("parallelism_config", ParallelismConfig(cp_size=2), "created with cp_size=2: tensor, context and sequence"),
+        ("parallelism_config", ParallelismConfig(sp_size=2), "created with sp_size=2"),
     ],
 )
 def test_what_the_accelerator_was_made_with_is_checked_when_a_model_is_attached(name, value, match, monkeypatch):

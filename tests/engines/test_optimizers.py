@@ -24,7 +24,7 @@ def test_processes_compare_the_optimizer_that_updates(kind):
     ("kind", "says"),
     [
         (torch.optim.LBFGS, r"step\(\) of LBFGS needs the argument closure"),
-        (torch.optim.SparseAdam, "SparseAdam takes sparse gradients only"),
+        (torch.optim.SparseAdam, "SparseAdam takes only sparse gradients"),
     ],
 )
 def test_an_optimizer_that_cannot_take_a_private_step_is_refused(kind, says):

@@ -57,6 +57,6 @@ def test_the_words_of_another_processs_error_are_one_line():
     for error in (Silent(), KeyError("own")):
         with pytest.raises(type(error)), Two("").all_or_none("step 3"):
             raise error
-    assert told(Silent()) == ("Silent: its message cannot be read", 1) and told(ValueError("a\nb")) == ("a b", 2)
+    assert told(Silent()) == ("Silent: its message is unreadable", 1) and told(ValueError("a\nb")) == ("a b", 2)
     words, code = told(KeyError("a" * 5000 + "cause"))
     assert len(words) < 2100 and words.endswith("cause'") and code == 1

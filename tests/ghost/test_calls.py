@@ -87,7 +87,9 @@ def test_two_calls_with_different_numbers_of_rows_are_refused(passes, rows):
     model, batch = perturbed(Net()), numbers()
     clipper = GhostClipper(model, 1.0, NormMethod(backward_passes=passes))
     other = batch["y"].repeat(2, 1, 1)[:rows]
-    with pytest.raises(GhostError, match=rf"works on {rows} rows, the losses on 5.*need the same rows\. Or freeze"):
+    with pytest.raises(
+        GhostError, match=rf"works on {rows} rows, but there are 5 losses.*the same rows\. Otherwise freeze"
+    ):
         clipper.backward(model(batch["x"]) + model(other)[:5])
 
 

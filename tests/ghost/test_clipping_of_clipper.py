@@ -127,8 +127,8 @@ class Wider(BySize):
 @pytest.mark.parametrize(
     ("clipping", "words"),
     [
-        (Flattened(C), r"'by-size' with the sizes of its groups is a FlatClipping, .* Return a Flattened from sized"),
-        (Wider(C), r"had clip_norm=0\.7 and sensitivity 0\.7, and now has clip_norm=3"),
+        (Flattened(C), r"'by-size'.* FlatClipping, .* Return a Flattened"),
+        (Wider(C), r"had clip_norm=0\.7 and sensitivity 0\.7, but sized\(\) changed them to clip_norm=3"),
     ],
     ids=["class", "C"],
 )

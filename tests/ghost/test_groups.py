@@ -90,5 +90,5 @@ def test_a_unit_that_is_not_finite_in_one_group_contributes_nothing_to_any():
 @pytest.mark.parametrize("wrong", ["missing", "twice"])
 def test_groups_that_are_no_partition_are_refused(wrong):
     """A parameter without a group would have no bound."""
-    with pytest.raises(GhostError, match="parameter once"):
+    with pytest.raises(GhostError, match="exactly one clipping group"):
         GhostClipper(model_of(False), clipping=Halves(0.5, wrong))

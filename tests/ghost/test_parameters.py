@@ -31,7 +31,7 @@ def test_a_parameter_that_becomes_trainable_later_is_refused_in_a_loop_of_ones_o
     net.zero_grad()
     change(net)
     losses = net(x).square().sum((1, 2))
-    with pytest.raises(GhostError, match=f"{name} was unfrozen or added after GhostClipper was made"):
+    with pytest.raises(GhostError, match=f"{name} was unfrozen or added after"):
         clipper.backward(losses)
     assert all(p.grad is None for p in net.parameters())
     clipper.remove()

@@ -104,7 +104,7 @@ REFUSED = {
     # The mean of its router's choices runs over the tokens of all rows.
     "Lily": ("LilyConfig", {"r": 2}, "rows depend on each other"),
     # It projects its weight in place in each forward pass.
-    "constrained OFT": ("OFTConfig", {"oft_block_size": 4, "r": 0, "coft": True}, "something else in each call"),
+    "constrained OFT": ("OFTConfig", {"oft_block_size": 4, "r": 0, "coft": True}, "something different in each call"),
 }
 DRAWN = {"MonteCLoRA", "Poly", "PVeRA"}  # random numbers in training: compared in evaluation, where they are off
 

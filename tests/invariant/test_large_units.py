@@ -124,6 +124,6 @@ def test_rows_of_others_are_refused(index):
     clipper.hold(LOSSES[case.spec.task](model(**batch.rows([0]).inputs).logits, batch.rows([0]).labels))
     rest = batch.rows([1, 2])
     losses = LOSSES[case.spec.task](model(**rest.inputs).logits, rest.labels)
-    with pytest.raises(GhostError, match="unit are held"):
+    with pytest.raises(GhostError, match="first rows of a unit"):
         clipper.backward(losses, torch.tensor(index))
     clipper.remove()

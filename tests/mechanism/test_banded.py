@@ -270,7 +270,10 @@ def test_groups_smaller_than_a_batch_and_single_rows_are_refused():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"bands": 3, "strategy": "free", "coefficients": (0.8, 0.6, 0.1)}, "norm 1.00498756, but at most 1 is needed"),
+        (
+            {"bands": 3, "strategy": "free", "coefficients": (0.8, 0.6, 0.1)},
+            "norm 1.00498756, but at most 1 is allowed",
+        ),
         ({"bands": 2, "strategy": "free", "coefficients": (0.6, 0.8 + 1e-9)}, "norm 1, but at most 1"),
         ({"bands": 2, "strategy": "free", "coefficients": (0.6, 0.8)}, "grows 1.33-fold with every step"),
         ({"bands": 2, "strategy": "free", "coefficients": (0.0, 0.8)}, "the first one at least 0.001"),
@@ -282,7 +285,7 @@ def test_groups_smaller_than_a_batch_and_single_rows_are_refused():
             ({"bands": 3, "strategy": "geometric", "ratio": ratio}, "noise.ratio must be above 0 and at most 1")
             for ratio in (0.0, -0.5, 1.001, math.nan, math.inf, True, "0.9")
         ),
-        ({"bands": 1, "strategy": "free", "coefficients": (0.5,)}, "bands=1 is independent, and has neither"),
+        ({"bands": 1, "strategy": "free", "coefficients": (0.5,)}, "bands=1 is independent"),
         ({"bands": 3, "strategy": "best"}, "noise.strategy must be geometric or free, got 'best'"),
     ],
 )

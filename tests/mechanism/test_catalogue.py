@@ -53,7 +53,7 @@ def test_every_kind_of_event_is_tried_above():
 
 def test_unknown_events_are_refused():
     """A ledger of a later version, or a forged one."""
-    with pytest.raises(ValueError, match="event 'later"):
+    with pytest.raises(ValueError, match="event kind 'later"):
         from_fields({"event": "later"})
     with pytest.raises(ValueError, match="event None"):
         from_fields({"sampling_rate": 0.1, "noise_multiplier": 1.0})

@@ -92,5 +92,5 @@ def test_a_uniform_number_that_begins_with_zeros_is_drawn_on():
 def test_a_grid_of_other_sizes_is_refused():
     """A second coin needs the low 24 bits of a word."""
     for bits in (-1, 41):
-        with pytest.raises(ValueError, match=f"k is {bits}; a k from 0 to 40 is needed"):
+        with pytest.raises(ValueError, match=f"k is {bits}; k must be from 0 to 40"):
             DiscreteGaussians(bytes(32), bits)

@@ -61,7 +61,7 @@ GAUSSIAN = dp_event.GaussianDpEvent(1.0)
 def test_a_count_that_is_not_whole_or_below_zero_is_refused(count):
     """A negative count would take back what other steps cost."""
     composed = dp_event.ComposedDpEvent([dp_event.SelfComposedDpEvent(GAUSSIAN, count), GAUSSIAN, GAUSSIAN])
-    words = "a step cannot have run .* times. Give a count that is a whole number of at least 0"
+    words = "a step cannot run .* times. Pass a whole number of at least 0"
     for make in (
         lambda: epsilon([(composed, 1)], 1e-5),
         lambda: from_dp_event(composed),

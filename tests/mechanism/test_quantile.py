@@ -134,7 +134,7 @@ def test_a_count_that_would_cost_more_than_the_step_is_refused(sigma, count_nois
 )
 def test_options_out_of_range_are_refused(options):
     """When the recipe is read; the message names the option."""
-    with pytest.raises(ConfigError, match=f"{next(iter(options))} is .*; a number between"):
+    with pytest.raises(ConfigError, match=f"{next(iter(options))} is .*; it must be between"):
         PrivacyConfig(
             noise_multiplier=1.0, clip_norm=C, expected_batch_size=64, clipping={"kind": "quantile", **options}
         )

@@ -81,7 +81,7 @@ def test_several_answers_are_the_sum_of_their_parts():
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"sampling_rate": 0.5}, "a query is about all units, so its sampling_rate is 1, got 0.5"),
+        ({"sampling_rate": 0.5}, "a query covers all units, so its sampling_rate must be 1, got 0.5"),
         ({"replaced": 2.5}, "replaced must be above 0 and at most 2, got 2.5"),
         ({"noise_multiplier": 1}, "noise_multiplier must be a float"),
     ],
@@ -97,7 +97,7 @@ def test_impossible_collections_are_refused():
     banded = BandedStep(num_units=100, sampling_rate=0.4, max_batch_size=30, noise_multiplier=1.0, bands=4)
     query = Query(noise_multiplier=1.0)
     for parts, text in (
-        (((query, 0),), "counted from 1 to"),
+        (((query, 0),), "must be from 1 to"),
         (((banded, 4),), "depends on the course of its run"),
         (((Several.of([(query, 1)]), 1),), "depends on the course of its run"),
     ):

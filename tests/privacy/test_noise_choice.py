@@ -141,7 +141,7 @@ def test_options_of_a_recipe_are_checked_when_it_is_read():
     settings = {"epsilon": 3.0, "clip_norm": 0.5, "expected_batch_size": B}
     for noise, text in (
         ({"kind": "banded", "bands": 3, "stratgy": "free"}, "noise.stratgy is not an option of 'banded'"),
-        ({"kind": "banded", "bands": 2, "strategy": "free", "coefficients": [1.0, 0.5]}, "at most 1 is needed"),
+        ({"kind": "banded", "bands": 2, "strategy": "free", "coefficients": [1.0, 0.5]}, "at most 1 is allowed"),
         ({"kind": "banded", "bands": "some"}, "or auto, got 'some'"),
     ):
         with pytest.raises(ConfigError, match=text):
