@@ -41,7 +41,10 @@ class Continuation:
         """Pad the rows."""
         longest = max(map(len, rows))
         if longest > length or not all(rows):
-            raise ConfigError(f"a row has {longest} tokens or none, and needs 1 to {length}: shorten the prompt")
+            raise ConfigError(
+                f"Every row needs 1 to {length} tokens, but the longest has {longest} or a row is empty. "
+                "Correct the prompts"
+            )
         device = next(model.parameters()).device
         ids_RP = torch.tensor([[0] * (length - len(row)) + list(row) for row in rows], device=device)
         mask_RP = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows], device=device)

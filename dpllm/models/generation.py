@@ -43,9 +43,9 @@ _MOST_TOKENS = 1_000_000
 _WRITERS = ("CAUSAL_LM", "SEQ_2_SEQ_LM")
 """PEFT's names of the tasks whose models write text."""
 _ADAPTER_TASKS = {
-    "SEQ_CLS": "the classification of texts, or a score for them",
-    "TOKEN_CLS": "the classification of words",
-    "QUESTION_ANS": "the answers that stand in a text",
+    "SEQ_CLS": "text classification or scoring",
+    "TOKEN_CLS": "token classification",
+    "QUESTION_ANS": "extractive question answering",
     "FEATURE_EXTRACTION": "embeddings",
 }
 _OTHER_HEADS = ("Classification", "QuestionAnswering", "MultipleChoice", "MaskedLM", "NextSentencePrediction")
@@ -120,7 +120,7 @@ class TextGenerator:
         first = first if first is not None else self.tokenizer.eos_token_id
         if first is None:
             raise ConfigError(
-                "the tokenizer has no token that begins or ends a text, so nothing can follow an empty prompt: give "
+                "the tokenizer has no token that begins or ends a text, so an empty prompt cannot be continued: give "
                 "a prompt"
             )
         return [first]
@@ -166,8 +166,8 @@ class TextGenerator:
         new = min([sampling.max_new_tokens, *map(self._room, rows)])
         if new < 1:
             raise ConfigError(
-                f"a prompt has {longest} tokens, and the model sees {self.sees}: shorten it, so that there is room for "
-                "a new token"
+                f"a prompt has {longest} tokens, and the model's context has {self.sees}: shorten the prompt, so that "
+                "there is room for a new token"
             )
         pad = self.tokenizer.pad_token_id
         device = next(self.model.parameters()).device
@@ -205,8 +205,8 @@ def load_generator(folder: str | Path, device: str | torch.device | None = None)
     folder = Path(folder)
     if (folder / LEDGER_FILE).is_file() and not any((folder / name).is_file() for name in (_CONFIG, ADAPTER_FILE)):
         raise ConfigError(
-            f"{folder} holds no model: its run has not ended, or its model was not saved. Go on with the run (dpllm "
-            "train with train.resume_from_checkpoint=auto), or give the folder of one of its checkpoints"
+            f"{folder} holds no model: its run has not ended, or its model was not saved. Continue the run (dpllm "
+            "train with train.resume_from_checkpoint=auto), or name the folder of one of its checkpoints"
         )
     tokenizer = load_tokenizer(ModelConfig(name=str(folder)))
     adapter = (folder / ADAPTER_FILE).is_file()
@@ -241,7 +241,7 @@ def _base_of(folder: Path) -> str:
     named, kind = str(config.base_model_name_or_path), config.task_type
     trained = (config.auto_mapping or {}).get("base_model_class")
     if kind is not None and str(getattr(kind, "value", kind)) not in _WRITERS:
-        raise _no_text(folder, f"an adapter that was trained for {_ADAPTER_TASKS.get(kind, kind)}")
+        raise _no_text(folder, f"an adapter for {_ADAPTER_TASKS.get(kind, kind)}")
     if kind is None and trained is not None and not _writes(str(trained), None):
         raise _no_text(folder, f"an adapter of a {trained}")
     beside = folder / PRETRAINED_FOLDER
@@ -262,7 +262,7 @@ def _writes(name: str, config: Any) -> bool:
 
 def _no_text(folder: Path, what: str) -> ConfigError:
     return ConfigError(
-        f"{folder} holds {what}, which writes no text. Load it as its model card says, or give a language model"
+        f"{folder} holds {what}, which cannot generate text. Load it as its model card says, or name a language model"
     )
 
 

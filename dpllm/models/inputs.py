@@ -76,7 +76,7 @@ def refuse_other_padding(model: Any, tokenizer: Any, collator: Any) -> None:
         used = getattr(getattr(collator, "tokenizer", None), "pad_token_id", None)
     if isinstance(used, int) and isinstance(expected, int) and used != expected:
         raise ConfigError(
-            f"data_collator pads with the token {used}, and {where} is {expected}: the model would treat padding as "
+            f"data_collator pads with the token {used}, but {where} is {expected}: the model would treat padding as "
             "text, and a row's loss would depend on the length of the other rows. Make the collator with "
             f"pad_token_id={expected}, or set model.config.pad_token_id={used}"
             + (" and the tokenizer's" if where.startswith("processing") else "")
@@ -95,8 +95,8 @@ def refuse_padding_outside(pad: Any, tokens: int | None) -> None:
     """
     if isinstance(pad, int) and tokens is not None and not 0 <= pad < tokens:
         raise ConfigError(
-            f"the padding token {pad} is outside 0..{tokens - 1}, the model's table of embeddings: call "
-            "model.resize_token_embeddings(len(tokenizer)) first, or pad with a token that the model knows "
+            f"the padding token {pad} is outside the model's embedding table, 0..{tokens - 1}: call "
+            "model.resize_token_embeddings(len(tokenizer)) first, or pad with a token in the table "
             "(tokenizer.pad_token = tokenizer.eos_token)"
         )
 

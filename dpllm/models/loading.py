@@ -83,15 +83,15 @@ def refuse_mismatch(model: nn.Module, info: Mapping[str, Any], name: str, new_he
         f"{len(keys)} {words} ({', '.join(keys[:_SHOWN])}{', …' if len(keys) > _SHOWN else ''})"
         for keys, words in (
             (missing, "parameters are not in the files and would be random"),
-            (unexpected, "parameters in the files have no place in the model"),
-            (mismatched, "parameters have another shape in the files"),
+            (unexpected, "parameters in the files do not exist in the model"),
+            (mismatched, "parameters have a different shape in the files"),
         )
         if keys
     ]
     if found:
         raise ConfigError(
-            f"the model {name!r} does not match its config.json ({type(model).__name__}): {'; '.join(found)}. Give a "
-            "folder whose config.json belongs to its weights, or the task that it was saved for (model.task)"
+            f"the model {name!r} does not match its config.json ({type(model).__name__}): {'; '.join(found)}. Name a "
+            "folder whose config.json belongs to its weights, or the task for which the model was saved (model.task)"
         )
 
 
@@ -183,17 +183,17 @@ def require_folder(what: str, name: str) -> None:
     """
     folder = Path(name)
     if folder.is_file():
-        raise ConfigError(f"the {what} {name!r} cannot be loaded: it is a file. Give the folder that holds it")
+        raise ConfigError(f"the {what} {name!r} cannot be loaded: it is a file. Name the folder that contains it")
     if not folder.is_dir() and is_path(name):
         whole = folder.expanduser()
-        remedy = f"Write the whole path, {whole}" if whole.is_dir() else "Correct it, or give a Hub id (owner/name)"
+        remedy = f"Write the full path, {whole}" if whole.is_dir() else "Correct it, or give a Hub id (owner/name)"
         raise ConfigError(
             f"the {what} {name!r} cannot be loaded: there is no such folder (seen from {Path.cwd()}). {remedy}"
         )
     if what == "model" and (folder / _ADAPTER).is_file() and not (folder / _CONFIG).is_file():
         raise ConfigError(
-            f"the model {name!r} cannot be loaded: the folder holds a LoRA adapter and not a whole model. Give the "
-            "model that it was trained on"
+            f"the model {name!r} cannot be loaded: the folder holds a LoRA adapter, not a whole model. Name the "
+            "model on which it was trained"
         )
     for file in sorted(folder.glob("*")):
         if file.is_file() and file.stat().st_size < _POINTER:
@@ -213,20 +213,20 @@ def not_loaded(what: str, name: str, error: Exception) -> ConfigError:
         return missing
     if needs_code(error):
         return ConfigError(
-            f"the {what} {name!r} holds code of its own (auto_map in its config.json), which runs only if you ask for "
-            "it. Read the .py files beside it, then set model.trust_remote_code=true (DPSFTTrainer, DPDPOTrainer: "
-            "args.trust_remote_code), or take a model whose class is part of transformers"
+            f"the {what} {name!r} comes with its own code (auto_map in its config.json), which runs only if you allow "
+            "it. Read its .py files, then set model.trust_remote_code=true (DPSFTTrainer, DPDPOTrainer: "
+            "args.trust_remote_code), or choose a model whose class is part of transformers"
         )
     local = Path(name).is_dir()
-    offline = " (HF_HUB_OFFLINE is set: only files in the cache are found)" if HF_HUB_OFFLINE else ""
+    offline = " (HF_HUB_OFFLINE is set, so only cached files are used)" if HF_HUB_OFFLINE else ""
     kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
     if local:
         return ConfigError(
-            f"the {what} {name!r} cannot be loaded: {kind}{one_line(error)}. Its files are damaged or do not belong "
-            "together (config.json, weights, tokenizer files): copy the folder again"
+            f"the {what} {name!r} cannot be loaded: {kind}{one_line(error)}. Its files (config.json, weights, "
+            "tokenizer files) are damaged or do not belong together: copy the folder again"
         )
     return ConfigError(
-        f"the {what} {name!r} cannot be loaded{offline}: no folder here has this name, and the Hub does not give it: "
+        f"the {what} {name!r} cannot be loaded{offline}: there is no local folder of this name, and the Hub returned "
         f"{kind}{one_line(error)}. Give a local folder, or a Hub name that can be reached"
     )
 
@@ -251,8 +251,8 @@ def check_adapter_names(base: nn.Module, config: LoraConfig, source: str = "mode
             if not any(name == module or name.endswith(f".{module}") for name in names):
                 last = {name.rsplit(".", 1)[-1] for name in names}
                 raise ConfigError(
-                    f"{source}: {key} names '{module}', and the model has no such module"
-                    f"{nearest(str(module), last) or '.'} Its modules end in {', '.join(sorted(last)[:12])}"
+                    f"{source}: {key} names '{module}', but the model has no such module"
+                    f"{nearest(str(module), last) or '.'} Its module names end in {', '.join(sorted(last)[:12])}"
                 )
 
 

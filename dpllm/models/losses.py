@@ -32,8 +32,8 @@ def take_labels(inputs: dict[str, Any]) -> Tensor:
     """
     if not isinstance(inputs.get("labels"), Tensor):
         raise ConfigError(
-            f"The collator returned {', '.join(inputs) or 'nothing'} but no labels, from which each row's loss is "
-            'computed. Return a tensor "labels", rows first (for a causal language model the input_ids, with '
+            f"The collator returned {', '.join(inputs) or 'nothing'} but no labels, so no row loss can be computed. "
+            'Return a tensor "labels", rows first (for a causal language model the input_ids, with '
             f"{IGNORE} where there is no target), or leave data_collator out"
         )
     labels: Tensor = inputs.pop("labels")
@@ -67,8 +67,9 @@ def next_packed_tokens(labels: Tensor, cu_seq_lens: Tensor) -> Tensor:
     """
     if len(labels) != 1 or cu_seq_lens.ndim != 1 or int(host_values(cu_seq_lens)[-1]) != labels.shape[1]:
         raise ValueError(
-            f"One row of all tokens and the places where rows begin are needed; labels are {tuple(labels.shape)}, and "
-            f"the last of the boundaries, {tuple(cu_seq_lens.shape)}, is {cu_seq_lens.flatten()[-1:].tolist()}."
+            f"Packed labels must be one row whose length is the last entry of cu_seq_lens; got labels of shape "
+            f"{tuple(labels.shape)} and {tuple(cu_seq_lens.shape)} boundaries ending in "
+            f"{cu_seq_lens.flatten()[-1:].tolist()}."
         )
     return next_tokens(labels).index_fill(1, cu_seq_lens[1:].long() - 1, IGNORE)
 
@@ -224,7 +225,7 @@ def classification_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """
     if logits.ndim != 2 or labels.shape != logits.shape[:1]:
         raise ValueError(
-            f"logits (B, K) and labels (B,) are needed; they are {tuple(logits.shape)} and {tuple(labels.shape)}."
+            f"Expected logits (B, K) and labels (B,), got {tuple(logits.shape)} and {tuple(labels.shape)}."
         )
     return F.cross_entropy(_float(logits), labels, reduction="none")
 
@@ -295,7 +296,7 @@ def span_loss(start_logits: Tensor, end_logits: Tensor, labels: Tensor) -> Tenso
     """
     if start_logits.shape != labels.shape or end_logits.shape != labels.shape or labels.ndim != 2:
         raise ValueError(
-            f"start and end logits and labels (B, T) are needed; they are {tuple(start_logits.shape)}, "
+            f"Expected start logits, end logits and labels (B, T), got {tuple(start_logits.shape)}, "
             f"{tuple(end_logits.shape)} and {tuple(labels.shape)}."
         )
     return (_position_loss(start_logits, labels, START) + _position_loss(end_logits, labels, END)) / 2
@@ -312,14 +313,12 @@ def _position_loss(logits_BT: Tensor, labels_BT: Tensor, mark: int) -> Tensor:
 
 def _check_outputs(logits: Tensor, labels: Tensor) -> None:
     if logits.ndim != 2 or labels.shape != logits.shape:
-        raise ValueError(
-            f"logits and labels (B, K) are needed; they are {tuple(logits.shape)} and {tuple(labels.shape)}."
-        )
+        raise ValueError(f"Expected logits and labels (B, K), got {tuple(logits.shape)} and {tuple(labels.shape)}.")
 
 
 def _check(logits: Tensor, labels: Tensor) -> None:
     if logits.ndim != 3 or labels.shape != logits.shape[:2]:
         raise ValueError(
-            f"logits (B, T, V) and labels (B, T) are needed; they are {tuple(logits.shape)} and "
-            f"{tuple(labels.shape)}. Labels must have the length of the input and of the logits."
+            f"Expected logits (B, T, V) and labels (B, T), got {tuple(logits.shape)} and "
+            f"{tuple(labels.shape)}. Labels must be as long as the input and the logits."
         )

@@ -39,19 +39,19 @@ def refuse_unmergeable(model: Any, args: Any = None) -> None:
     """
     if args is not None and (shards := sharding_of(args)) is not None:
         raise ConfigError(
-            f"merge_adapter needs the whole model on one process, and {shards} shards it: leave merge_adapter out, and "
+            f"merge_adapter needs the whole model on one process, but {shards} shards it: leave merge_adapter out, and "
             "merge the saved adapter afterwards (peft: merge_and_unload)"
         )
     configs = model.peft_config if isinstance(model, PeftModel) else {}
     kinds = sorted({_word(config.peft_type) for config in configs.values()})
     if kinds != ["LORA"]:
         found = f"the model has {', '.join(kinds)}" if kinds else "the model has no adapter"
-        raise ConfigError(f"merge_adapter adds a LoRA adapter to the weights, and {found}: leave merge_adapter out")
+        raise ConfigError(f"merge_adapter adds a LoRA adapter to the weights, but {found}: leave merge_adapter out")
     options = [one for one in ("use_dora", "lora_bias") if any(getattr(c, one, False) for c in configs.values())]
     if options and _is_packed(model):
         more = options[0]
         raise ConfigError(
-            f"merge_adapter: an adapter with {more} changes a quantised weight by more than a sum, so it cannot be "
+            f"merge_adapter: an adapter with {more} is not a plain sum with the quantised weight, so it cannot be "
             f"merged exactly. Leave {more} or merge_adapter out"
         )
 
@@ -70,7 +70,7 @@ def _refuse_shared(model: nn.Module) -> None:
         if len(several := paths.get(id(weight), [])) > 1:
             other = next(name for name in several if not name.startswith(f"{path}."))
             raise ConfigError(
-                f"merge_adapter: {path} has an adapter, and shares its weight with {other}, which the sum would change "
+                f"merge_adapter: {path} has an adapter and shares its weight with {other}, which merging would change "
                 "too. Leave the layer out of target_modules, or leave merge_adapter out"
             )
 
@@ -83,8 +83,8 @@ def _refuse_other_parts(model: nn.Module) -> None:
             continue
         if not isinstance(module, LoraLayer) or not hasattr(module.get_base_layer(), "weight"):
             raise ConfigError(
-                f"merge_adapter: {path} ({type(module).__name__}) is trained in a way that is not added to a quantised "
-                "model. Leave trainable_token_indices and target_parameters of model.adapter out, or leave "
+                f"merge_adapter: {path} ({type(module).__name__}) is trained in a way that cannot be merged into a "
+                "quantised model. Remove trainable_token_indices and target_parameters from model.adapter, or leave "
                 "merge_adapter or quantization out"
             )
 

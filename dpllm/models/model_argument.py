@@ -63,14 +63,14 @@ class GivenModel:
         """
         if isinstance(tokenizer, str):
             raise ConfigError(
-                f"processing_class is the text {tokenizer!r}: pass the tokenizer, "
+                f"processing_class is the string {tokenizer!r}: pass the tokenizer, "
                 f"AutoTokenizer.from_pretrained({tokenizer!r})"
             )
         if (model is None) == (model_init is None):
             given = "neither" if model is None else "both"
             raise ConfigError(
                 f"give exactly one of model and model_init, got {given}: model is a model, its folder or its name on "
-                "the Hub, and model_init a function that returns a model"
+                "the Hub, and model_init is a function that returns a model"
             )
         if not isinstance(model, nn.Module):
             set_seed(seed)
@@ -84,7 +84,7 @@ class GivenModel:
         if not isinstance(model, nn.Module):
             source = "model is" if model_init is None else "model_init returned an object"
             raise ConfigError(
-                f"{source} of type {type(model).__name__}: give the model itself, as from_pretrained returns it"
+                f"{source} of type {type(model).__name__}: pass the model itself, as from_pretrained returns it"
             )
         if hasattr(model, "_orig_mod"):
             raise ConfigError(
@@ -118,8 +118,8 @@ def names_of_classes(model: Any) -> list[str] | None:
 def _described(model: str | Mapping[str, Any], peft_config: Any) -> ModelConfig:
     if isinstance(model, Mapping) and peft_config is not None:
         raise ConfigError(
-            "model is a description and peft_config is given as well: describe the adapter in model={'adapter': ...}, "
-            "or pass the model's name as a text"
+            "model is a description, and peft_config is given as well: describe the adapter in "
+            "model={'adapter': ...}, or pass the model's name as a string"
         )
     keys: dict[str, Any] = {"name": model} if isinstance(model, str) else dict(model)
     if keys.get("task") is None and isinstance(keys.get("name"), str) and keys["name"]:
@@ -144,10 +144,10 @@ def _saved_task(name: str, trusted: bool) -> str:
     classes = [str(one) for one in getattr(config, "architectures", None) or ()]
     task = task_of_class(classes[0], config) if classes else None
     if task is None:
-        saved = f"was saved as {classes[0]}, which has no task" if classes else "does not say what it was saved as"
+        saved = f"was saved as {classes[0]}, which has no task" if classes else "names no class in its config.json"
         raise ConfigError(
-            f"the model {name!r} {saved}: give the task as well, model={{'name': {name!r}, 'task': ...}}, one of "
-            f"{', '.join(TASKS)}; a classifier needs data={{'class_names': [...]}} or 'num_labels'"
+            f"the model {name!r} {saved}: add the task, model={{'name': {name!r}, 'task': ...}}, one of "
+            f"{', '.join(TASKS)}. A classifier needs data={{'class_names': [...]}} or 'num_labels'"
         )
     return task
 
@@ -165,7 +165,7 @@ def name_classes(model: Any, class_names: Sequence[str], own: bool = False) -> N
     """
     if labels_of(task_of(model)) not in ("class", "tokens", "numbers") or task_of(model) == "regression":
         raise ConfigError(
-            f"data.class_names names classes, and a {type(model).__name__} has none: leave it out, or give the task "
+            f"data.class_names names classes, but a {type(model).__name__} has none: leave it out, or give the task "
             "(model={'name': ..., 'task': 'sequence_classification'})"
         )
     names = {number: str(name) for number, name in enumerate(class_names)}
@@ -173,9 +173,9 @@ def name_classes(model: Any, class_names: Sequence[str], own: bool = False) -> N
     others = known not in (_numbered(len(known)), names) and not own
     if len(known) != len(names) or others:
         raise ConfigError(
-            f"data.class_names names {len(names)} classes ({', '.join(names.values())}), and the model has "
-            f"{len(known)} ({', '.join(map(str, known.values()))}): give its own names in its order, or load it with "
-            "num_labels and id2label of your classes (in a recipe: leave model.num_labels out)"
+            f"data.class_names names {len(names)} classes ({', '.join(names.values())}), but the model has "
+            f"{len(known)} ({', '.join(map(str, known.values()))}). Use the model's names in its order, or load it "
+            "with num_labels and id2label of your classes (in a recipe: leave model.num_labels out)"
         )
     model.config.id2label = names
     model.config.label2id = {name: number for number, name in names.items()}
@@ -192,7 +192,7 @@ def _made_by(model_init: Callable[..., Any], private: Sequence[Any]) -> Any:
         ConfigError: it takes arguments, or reads a private data set.
     """
     if not callable(model_init):
-        raise ConfigError(f"model_init is of type {type(model_init).__name__}: give a function that returns the model")
+        raise ConfigError(f"model_init is of type {type(model_init).__name__}: pass a function that returns the model")
     needed = [
         name
         for name, parameter in inspect.signature(model_init).parameters.items()
@@ -201,13 +201,13 @@ def _made_by(model_init: Callable[..., Any], private: Sequence[Any]) -> Any:
     ]
     if needed:
         raise ConfigError(
-            f"model_init takes the argument {needed[0]!r}, as a search for hyperparameters passes it: each of its "
-            "trainings costs privacy. Give a function without arguments"
+            f"model_init takes the argument {needed[0]!r}, as a hyperparameter search passes it, but each training "
+            "of a search costs privacy. Pass a function without arguments"
         )
     if any(_is_one_of(value, private) for value in _read_by(model_init)):
         raise ConfigError(
-            "model_init reads a private data set, so the initial weights or their shape may depend on its rows, which "
-            "epsilon does not cover. Give it public facts instead, such as the number of classes"
+            "model_init reads a private data set, so the initial weights or their shapes may depend on its rows, which "
+            "epsilon does not cover. Use public facts instead, such as the number of classes"
         )
     return model_init()
 

@@ -74,7 +74,7 @@ def packed_attention(
     needed = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
     if needed or not (is_causal if is_causal is not None else getattr(module, "is_causal", True)):
         raise ValueError(
-            f"{type(module).__name__} needs {needed or 'attention in both directions'}, which {ATTENTION} does not "
+            f"{type(module).__name__} needs {needed or 'bidirectional attention'}, which {ATTENTION} does not "
             "support. Do not pack the rows of this model (microbatch.pack: false), or load it with flash_attention_2."
         )
     if cu_seq_lens_q is None:
@@ -138,13 +138,13 @@ def refuse_unpackable(model: nn.Module, task: str | None, collator: Any = None, 
     name, taken = type(inner).__name__, inspect.signature(inner.forward).parameters
     rest = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
     if task != "causal_lm":
-        reason = f"{name} is not a causal language model, and only their rows can be laid end to end"
+        reason = f"{name} is not a causal language model, and only their rows can be concatenated"
     elif "position_ids" not in taken or not (rest or BOUNDARIES in taken):
-        reason = f"{name} takes no row boundaries: its forward has no position_ids, or no {BOUNDARIES}"
+        reason = f"{name} accepts no row boundaries: its forward has no position_ids or no {BOUNDARIES}"
     elif not isinstance(inner, PreTrainedModel) or not inner._supports_flash_attn:
         reason = f"{name} has a custom attention, which does not accept rows of different lengths"
     elif isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
-        reason = "the tokens of a learned prompt would be only before the first row"
+        reason = "a learned prompt would precede only the first row"
     elif collator is not None and not isinstance(collator, RowCollator):
         reason = "data_collator was made for padded rows; leave it out"
     elif loss is not None:

@@ -32,10 +32,10 @@ SIDES = ("chosen", "rejected")
 _LARGEST_EXPONENT = 80.0  # exp of it is a float32
 
 COUPLED: Mapping[str, str] = {
-    "aot": "it sorts the log-ratios of all pairs of the batch",
-    "aot_unpaired": "it sorts the log-ratios of all answers of the batch",
-    "aot_pair": "it sorts the log-ratios of all pairs of the batch",
-    "sft": "it is an average over the tokens of all chosen answers of the batch; train on these with DPSFTTrainer",
+    "aot": "it sorts the log-ratios of all pairs in the batch",
+    "aot_unpaired": "it sorts the log-ratios of all answers in the batch",
+    "aot_pair": "it sorts the log-ratios of all pairs in the batch",
+    "sft": "it averages over the tokens of all chosen answers in the batch; train on these with DPSFTTrainer",
 }
 """TRL's losses in which pairs depend on each other, and why."""
 
@@ -126,7 +126,7 @@ class PairLoss:
         if self.tail_weight is not None:
             between("ld_alpha", self.tail_weight, 0, 1)
         if "exo_pair" in self.kinds and self.label_smoothing == 0:
-            raise ConfigError("loss_type='exo_pair' needs label_smoothing above 0; its paper has 1e-3")
+            raise ConfigError("loss_type='exo_pair' needs label_smoothing above 0; its paper uses 1e-3")
         if "robust" in self.kinds and self.label_smoothing >= 0.5:
             raise ConfigError(f"loss_type='robust' needs label_smoothing below 0.5, got {self.label_smoothing}")
         if self.f_divergence not in DIVERGENCES:
@@ -137,8 +137,8 @@ class PairLoss:
         only = [kind for kind in self.kinds if kind not in _OF_DIFFERENCES]
         if only and self.f_divergence != "reverse_kl":
             raise ConfigError(
-                f"f_divergence_type={self.f_divergence!r} is for losses of the difference of two scores, and "
-                f"{only[0]!r} is none: leave it out"
+                f"f_divergence_type={self.f_divergence!r} applies only to losses of a difference of two scores, which "
+                f"{only[0]!r} is not: leave it out"
             )
 
     def __call__(self, log_probs: Tensor, reference: Tensor, tokens: Tensor) -> Tensor:

@@ -76,9 +76,9 @@ def make_ready(model: nn.Module) -> None:
         if hasattr(module, "support_avx512bf16_for_cpu"):  # not the layers of PEFT, which have the same class names
             if getattr(getattr(weight, "quant_state", None), "packing_format_for_cpu", False):
                 raise ConfigError(
-                    f"{path} was used for prediction on this CPU: bitsandbytes has rewritten its weights into a layout "
-                    "through which no gradient passes. Load the model again, and evaluate it after it was given to the "
-                    "run"
+                    f"{path} was used for prediction on this CPU, so bitsandbytes has rewritten its weights into a "
+                    "layout through which no gradient passes. Load the model again, and evaluate it only after it was "
+                    "given to the run"
                 )
             module.support_avx512bf16_for_cpu = False
             bias, computed = getattr(module, "bias", None), getattr(module, "compute_dtype", None)
@@ -101,8 +101,8 @@ def refuse_other_form(model: nn.Module, quantization: Any) -> None:
     wanted, found = Quantization.of(quantization), stored_as(model)
     if found != wanted.words:
         raise ConfigError(
-            f"quantization={wanted.kind} asks for {wanted.words}, and the files of the model are quantised already: "
-            f"{found}. Leave quantization out, or name the model that was not quantised"
+            f"quantization={wanted.kind} asks for {wanted.words}, but the model's files are already quantised: "
+            f"{found}. Leave quantization out, or name the unquantised model"
         )
 
 
@@ -134,8 +134,8 @@ def calibration_points(model: nn.Module) -> list[str]:
     told = f" (its configuration names {_shown(data)})" if data else ""
     return [
         f"The frozen weights were quantised by {method}, which is usually calibrated with sample texts{told}. If those "
-        "were private records, the weights hold something of them that epsilon does not cover: confirm that the "
-        "calibration data are public, or start from weights that were not calibrated (model.quantization: nf4)."
+        "were private records, the weights hold information about them that epsilon does not cover: confirm that the "
+        "calibration data are public, or start from uncalibrated weights (model.quantization: nf4)."
     ]
 
 
@@ -153,9 +153,9 @@ def refuse_sharding(model: nn.Module | None, args: Any) -> None:
     if shards is None or (model is not None and not any(is_packed(p) for p in model.parameters())):
         return
     raise ConfigError(
-        f"the model is quantised, and private sums were not verified for {shards} with such weights. Launch without "
-        "sharding (dpllm train --config single or ddp), where a quantised model needs little memory; or leave "
-        "the quantization out"
+        f"the model is quantised, and private sums of quantised weights were not verified under {shards}. Launch "
+        "without sharding (dpllm train --config single or ddp), where a quantised model needs little memory, or "
+        "leave quantization out"
     )
 
 

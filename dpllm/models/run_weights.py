@@ -249,9 +249,9 @@ def refuse_other_weights(model: nn.Module | None, saved: Mapping[str, Any], proc
     other = sorted({name for names in processes.gather(here) for name in names})
     if other:
         raise LedgerError(
-            f"{other[0]} is not as it was when this checkpoint was saved ({len(other)} parameter(s) differ): its "
-            "weights were replaced, or the state of the run was loaded without them. Load the whole checkpoint "
-            "(accelerator.load_state), with the files that it was saved with"
+            f"{other[0]} has changed since this checkpoint was saved ({len(other)} parameter(s) differ): its "
+            "weights were replaced, or the run state was loaded without them. Load the whole checkpoint "
+            "(accelerator.load_state) with the files that belong to it"
         )
 
 
@@ -266,16 +266,16 @@ def note_changes(weights: RunWeights | None, model: nn.Module | None, ledger: An
     """
     if processes.any(weights is not None and weights.is_written) and ledger is not None:
         ledger.append_open_point(
-            "Weights were saved in the middle of the training with other values than its last update had left. The "
-            "guarantee covers that only where the change depends on nothing but what the run released (an average of "
-            "its weights, for instance): confirm it, or take these files out of what is released."
+            "Weights were saved in the middle of the training with values that differ from those after its last "
+            "update. The guarantee covers that only where the change depends on nothing but what the run released (an "
+            "average of its weights, for instance): confirm it, or do not release these files."
         )
     here = [] if weights is None or model is None else weights.changed(model)
     changed = sorted({n for names in processes.gather(here) for n in names})
     if changed and ledger is not None:
         more = f" and {len(changed) - 1} other parameter(s)" if len(changed) > 1 else ""
         ledger.append_open_point(
-            f"{changed[0]}{more} changed after the end of the private training and before they were saved. The "
+            f"{changed[0]}{more} changed after the end of the private training and before the save. The "
             "guarantee covers that only where the change depends on nothing but what the run released: confirm it, or "
-            "save the weights as the run left them."
+            "save the weights unchanged."
         )

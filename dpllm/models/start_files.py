@@ -95,10 +95,10 @@ def trace_of_training(folder: Path) -> str | None:
         return "README.md with the tag generated_from_trainer"
     place = folder.resolve()
     if _CHECKPOINT.fullmatch(place.name):
-        return f"the name {place.name}"
+        return f"the folder name {place.name}"
     beside = [] if place.parent == Path.cwd() else sorted(place.parent.glob(_OF_CHECKPOINTS[0]))
     older = (path for path in beside if path.stat().st_mtime <= place.stat().st_mtime)  # it was saved at the end
-    return next((f"{path.parent.name} beside it" for path in older if _CHECKPOINT.fullmatch(path.parent.name)), None)
+    return next((f"a {path.parent.name} next to it" for path in older if _CHECKPOINT.fullmatch(path.parent.name)), None)
 
 
 def refuse_other_start(ledger: Path, name: str) -> None:
@@ -116,8 +116,8 @@ def refuse_other_start(ledger: Path, name: str) -> None:
     if noted and now is not None and now != noted[0]:
         raise ConfigError(
             f"the files of the starting weights {name} have changed since the run in {ledger.parent} began (then "
-            f"{noted[0]}, now {now}): its adapter belongs to the weights from before, and the guarantee does not cover "
-            "others. Restore them"
+            f"{noted[0]}, now {now}). Its adapter belongs to the earlier weights, and the guarantee does not cover "
+            "others: restore them"
         )
 
 

@@ -56,8 +56,8 @@ _GUARANTEE = re.compile(r"^\W*differential_privacy\b", re.MULTILINE)  # the key 
 _DETACHED = "between detach() and attach()"
 _EARLIER = "in an earlier train() of this trainer"
 _DECLARE = (
-    "If the weights hold nothing of these records (public data, or a private run on data without any of these units), "
-    "declare start_is_independent=True (in a recipe model.start_is_independent: true); the report says so"
+    "If the weights are independent of these records (public data, or a private run on data without any of these "
+    "units), declare start_is_independent=True (in a recipe model.start_is_independent: true); the report states it"
 )
 
 
@@ -89,7 +89,7 @@ def refuse_steering(
     found += [type(callback).__name__ for callback in callbacks if isinstance(callback, EarlyStoppingCallback)]
     if found:
         raise ConfigError(
-            f"{found[0]} follows exact evaluation results: on private rows, epsilon would not cover its decisions. "
+            f"{found[0]} follows exact evaluation results, and on private rows epsilon would not cover its decisions. "
             "Leave it out, or evaluate on public rows and declare eval_is_public=True (in a recipe "
             "data.eval.public: true)"
         )
@@ -158,8 +158,8 @@ def edited_start(model: Any, start_is_independent: bool) -> list[str]:
     """
     return [
         f"{_several(names)} of the starting weights differ from the files of {_without_place(name)}, from which the "
-        "model was loaded. It was trained, merged or edited before this run, and ε does not cover that. Confirm that "
-        "none of these records had a part in it. For the next run, load the model again, or declare "
+        "model was loaded: it was trained, merged or edited before this run, which ε does not cover. Confirm that "
+        "none of these records was involved. For the next run, load the model again, or declare "
         "start_is_independent=True (in a recipe model.start_is_independent: true)."
         for name, names in ([] if start_is_independent else edited_weights(model))
     ]
@@ -182,8 +182,7 @@ def refuse_private_start(name: str | None, start_is_independent: bool) -> list[s
     found = _signs_of_private_records(folder) if folder is not None and folder.is_dir() else []
     if found and not start_is_independent:
         raise ConfigError(
-            f"{found[0]}, so settings that are computed from them may depend on private records. {_remedy(found[0])}. "
-            f"{_DECLARE}"
+            f"{found[0]}, so settings computed from them may depend on private records. {_remedy(found[0])}. {_DECLARE}"
         )
     return [] if name is None or found or start_is_independent else _training_points([name])
 
@@ -213,7 +212,7 @@ def _data_driven_adapters(model: Any) -> list[str]:
     for name, config in configs.items():
         kind = getattr(config, "init_lora_weights", None)
         if isinstance(kind, str) and kind.lower() in DATA_DRIVEN_INIT:
-            found.append(f"The adapter {name!r} has init_lora_weights={kind!r}: it starts from statistics of data")
+            found.append(f"The adapter {name!r} has init_lora_weights={kind!r}, which starts from statistics of data")
         if getattr(config, "cpt_token_ids", None):
             found.append(f"The adapter {name!r} (CPT) starts from the tokens of examples")
     return found
@@ -224,7 +223,7 @@ def _settled(found: Sequence[str], start_is_independent: bool) -> list[str]:
     if found and not start_is_independent:
         declare = "" if _EARLIER in found[0] else f". {_DECLARE}"
         raise ConfigError(f"{found[0]}, which the epsilon of this run does not cover. {_remedy(found[0])}{declare}")
-    return [f"Declared independent of these records, to be confirmed before release: {what}" for what in found]
+    return [f"Declared independent of these records; confirm before release: {what}" for what in found]
 
 
 def _several(names: Sequence[str]) -> str:
@@ -265,9 +264,9 @@ def _training_points(names: Iterable[str]) -> list[str]:
             continue
         if (trace := trace_of_training(folder)) is not None:
             points.append(
-                f"The starting weights come from {_without_place(name)}, with {trace}: a training left it there. On "
-                "which data? Confirm that none of these records was among them; public checkpoints from the Hub hold "
-                "such files, too. For the next run, declare start_is_independent=True (in a recipe "
+                f"The starting weights come from {_without_place(name)}, with {trace}, a sign of an earlier training. "
+                "On which data? Confirm that none of these records was among them; public checkpoints from the Hub "
+                "contain such files, too. For the next run, declare start_is_independent=True (in a recipe "
                 "model.start_is_independent: true)."
             )
     return points
@@ -298,12 +297,12 @@ def _trained_before(model: Any, own: RunName | None) -> list[str]:
     if not isinstance(model, torch.nn.Module):
         return []
     folders = runs_that_trained(model, own)
-    found = [f"The weights were trained before, in this process, by the private run of {folder}" for folder in folders]
+    found = [f"The weights were trained earlier in this process by the private run of {folder}" for folder in folders]
     if not folders and (left := earlier_run(model, own)) is not None:
         found.append(f"The weights are a copy of those that the private run of {left} trained in this process")
     return found + [
-        f"The weights were changed, in this process, after the private run of {folder} had trained others on top of "
-        "them (an adapter that was merged into them, for instance)"
+        f"The weights were changed in this process after the private run of {folder} had trained others on top of "
+        "them (for instance, an adapter was merged into them)"
         for folder in runs_below(model, own)
         if folder not in folders
     ]
@@ -332,8 +331,8 @@ def _trained_adapters(model: Any) -> list[str]:
             if any(_differ(part, _parameters(_of(module, source, name))) for module, part in _parts(model, kind, name))
         ]
         points += [
-            f"The adapter {name!r} was trained before this run: its {kind} is not that of a new one. If it was "
-            "trained on these records, or by a private run on them, epsilon does not cover that: confirm that "
+            f"The adapter {name!r} was trained before this run: its {kind} differs from a new adapter's. If it was "
+            "trained on these records, or by a private run on them, epsilon does not cover that. Confirm that "
             "it was not, or start with a new adapter."
             for kind in trained
         ]
@@ -381,7 +380,7 @@ def _own_code(model: Any) -> list[str]:
         return []
     return [
         f"The model runs code from its own folder ({', '.join(sorted(names))}), which ε trusts as it trusts yours. "
-        "Confirm that somebody has read it: it must not couple rows, and must not write private text anywhere."
+        "Confirm that somebody has read it: it must not couple rows, and it must not write private text anywhere."
     ]
 
 
@@ -395,7 +394,7 @@ def _moments(optimizer: Any) -> list[str]:
         return []
     tensors = (value for kept in state.values() if isinstance(kept, Mapping) for value in kept.values())
     if any(isinstance(t, torch.Tensor) and t.numel() > 1 and bool((t != t.reshape(-1)[0]).any()) for t in tensors):
-        return ["The optimizer holds moments of updates that it made before this run"]
+        return ["The optimizer holds moments of updates from before this run"]
     return []
 
 
@@ -410,12 +409,13 @@ def _signs_of_private_records(folder: Path) -> list[str]:
         return [f"The weights come from {folder}, {inside}a private run ({steps} in its {LEDGER_FILE})"]
     if (folder / RECIPE_FILE).is_file():
         return [
-            f"The weights come from {folder}, which the recipe in its {RECIPE_FILE} fine-tuned, and no ledger is there"
+            f"The weights come from {folder}, which was fine-tuned with the recipe in its {RECIPE_FILE}; its ledger is "
+            "missing"
         ]
     card = folder / CARD_FILE
     # Searched in the text, so that it is also found in a card with damaged metadata.
     if card.is_file() and _GUARANTEE.search(card.read_text(encoding="utf-8", errors="replace")):
-        return [f"The weights come from {folder}, a private run by its {CARD_FILE}, whose ledger is not there"]
+        return [f"The weights come from {folder}, a private run according to its {CARD_FILE}; its ledger is missing"]
     return []
 
 
@@ -439,7 +439,7 @@ def _remedy(what: str) -> str:
     if what.startswith("The optimizer"):
         return "Make a new optimizer for this run"
     if _DETACHED in what:
-        return "Attach the run to the weights that it left"
+        return "Attach the run to the weights as it left them"
     if _EARLIER in what:
         return "Make another trainer, with the model loaded again and another output folder, or resume this run"
     if "outside of any private step" in what:

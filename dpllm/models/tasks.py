@@ -101,7 +101,7 @@ def loading_class(model: Any) -> str:
 
 _IN_WORDS = {
     "causal_lm": "a language model",
-    "seq2seq_lm": "a language model that turns a text into another",
+    "seq2seq_lm": "a sequence-to-sequence language model",
     "sequence_classification": "a text classifier",
     "multi_label_classification": "a text classifier",
     "regression": "a model that rates texts",
@@ -147,7 +147,7 @@ def default_row_loss(model: nn.Module) -> RowLoss:
     if task is None:
         raise ConfigError(
             f"There is no default loss per row for {type(model).__name__}. Pass compute_loss_func=(outputs, labels) "
-            f"-> (B,), each row's loss "
+            f"-> (B,), which computes each row's loss "
             "from that row only."
         )
     return row_loss_of(task, bool(getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False)))

@@ -26,7 +26,7 @@ _SAMPLING: Mapping[str, Any] = {
 }
 _BEAMS: Mapping[str, Any] = {"early_stopping": False, "length_penalty": 1.0}
 """Settings of a generation configuration that apply to samples and to beams, with their neutral values."""
-_COMPLETED = "The model's generation configuration is completed, so that it can be saved: %s"
+_COMPLETED = "The model's generation configuration was changed so that it can be saved: %s"
 logger = logging.get_logger(__name__)
 
 
@@ -53,7 +53,7 @@ def complete_generation_config(model: Any) -> None:
     samples = [] if config.do_sample else stated(_SAMPLING)
     if samples and config.do_sample is None and one_beam:
         config.do_sample = True
-        logger.warning_once(_COMPLETED, f"do_sample is true, as {', '.join(samples)} need it")
+        logger.warning_once(_COMPLETED, f"do_sample is true, because {', '.join(samples)} need it")
         return
     removed = samples + (stated(_BEAMS) if one_beam else [])
     if not config.return_dict_in_generate:

@@ -112,14 +112,14 @@ class Run(Update):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.moment_bits is not None and self.is_deepspeed:
-            raise ConfigError(f"optimizers of bitsandbytes have no estimate under {self.engine}; use adamw_torch")
+            raise ConfigError(f"bitsandbytes optimizers have no estimate under {self.engine}: use adamw_torch")
         if self.per_unit and self.shards_weights:
             raise ConfigError(
-                f"privacy.gradients=per_unit needs whole parameters, which {self.engine} shards; use single, ddp, "
+                f"privacy.gradients=per_unit needs whole parameters, but {self.engine} shards them: use single, ddp, "
                 "zero1 or zero2"
             )
         if self.engine == "single" and self.num_gpus != 1:
-            raise ConfigError(f"the engine single uses 1 GPU, not {self.num_gpus}; use ddp, fsdp2 or a zero engine")
+            raise ConfigError(f"the engine single uses 1 GPU, not {self.num_gpus}: use ddp, fsdp2 or a zero engine")
 
     @property
     def is_fsdp(self) -> bool:
@@ -592,7 +592,7 @@ def footprint_of_recipe(
         raise ConfigError(f"num_gpus must be at least 1, got {num_gpus}")
     optimizer = str(getattr(arguments.optim, "value", arguments.optim))
     if optimizer not in _ADAMW:
-        raise ConfigError(f"train.optim={optimizer}: its memory is unknown; use {', '.join(_ADAMW)} for this estimate")
+        raise ConfigError(f"train.optim={optimizer}: its memory is unknown. Use {', '.join(_ADAMW)} for this estimate")
     if recipe.model.quantization is not None and engine not in ("single", "ddp"):
         raise ConfigError(
             f"model.quantization={recipe.model.quantization!r} is not available under {engine}, which shards weights "

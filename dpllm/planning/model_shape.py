@@ -212,8 +212,8 @@ def _config_of(model: ModelConfig) -> PreTrainedConfig:
         config = _fresh(model)
     if config.is_encoder_decoder:
         raise ConfigError(
-            "memory and communication are known for models of one stack, not for encoder-decoders. Measure a short run "
-            "instead"
+            "memory and communication can be estimated only for single-stack models, not for encoder-decoders. "
+            "Measure a short run instead"
         )
     if model.tie_word_embeddings is not None:
         config.tie_word_embeddings = model.tie_word_embeddings
@@ -295,7 +295,7 @@ def _linears(block: nn.Module, hidden: int) -> tuple[Linear, ...]:
         first -= 1
     if first == last or first < 2 or found[last][1] != hidden or found[first - 1][1] != hidden:
         raise ConfigError(
-            f"{type(block).__name__} is not a block of attention and MLP in that order, so its memory is unknown"
+            f"{type(block).__name__} is not a block of attention followed by an MLP, so its memory is unknown"
         )
     roles = ["qkv"] * (first - 1) + ["attention_out"] + ["mlp_in"] * (last - first) + ["mlp_out"]
     return tuple(Linear(role, *numbers) for role, numbers in zip(roles, found, strict=True))
@@ -353,7 +353,7 @@ def row_by_row_words(paths: list[str] | None, rows: int) -> str:
     '2 (layers.0.mixer, …), each with 8 times its kernel launches'
     """
     if paths is None:
-        return "not known before the first step"
+        return "unknown before the first step"
     if not paths:
         return "none known before the first step"
     names = (paths[0] or "the model") + (", …" if len(paths) > 1 else "")

@@ -93,8 +93,8 @@ def public_section(recipe: Recipe, path: str | None) -> DataConfig:
         same = shared_source(recipe.data, text)
         if same is not None:
             raise DataError(
-                f"the public text of a rehearsal, {text.path}, is a source of the private records ({same}): nothing of "
-                "them may be in a rehearsal, which spends no ε. Give public text in files of its own"
+                f"the public text of a rehearsal, {text.path}, is a source of the private records ({same}). A "
+                "rehearsal spends no ε, so it may use none of them: give public text in separate files"
             )
     return section
 
@@ -131,7 +131,7 @@ def refuse_private_records(recipe: Recipe, section: DataConfig, records: Sequenc
             remedy = "" if of_stage else ", or give other public text (--public)"
             raise DataError(
                 f"the public text of a rehearsal, {name}{text.path}, contains private records of "
-                f"data.path={recipe.data.path} ({allowed} are declared): take them out of the public text{remedy}"
+                f"data.path={recipe.data.path} ({allowed} are declared): remove them from the public text{remedy}"
             )
 
 
@@ -156,7 +156,7 @@ def load_material(recipe: Recipe, section: DataConfig, folder: Path, callbacks: 
         texts = all_staged[stage.data.column("text")] if recipe.model.tokenizer_vocab_size else None
         if section.path == stage.data.path:
             if len(records) < 2:
-                raise DataError(f"{section.path} has too few records for a public stage and a rehearsal: add --public")
+                raise DataError(f"{section.path} has too few records for a public stage and a rehearsal: use --public")
             order = np.random.default_rng(_SHUFFLE).permutation(len(records))
             half = len(records) // 2
             staged, records = records.select(np.sort(order[:half])), records.select(np.sort(order[half:]))

@@ -80,19 +80,19 @@ class Shortened:
 
     def words(self) -> list[str]:
         """Return the differences from the run, one line each."""
-        found = ["The rehearsal has all steps of the run."]
+        found = ["The rehearsal takes all steps of the run."]
         if self.num_steps < self.num_steps_of_plan:
             found = [
-                f"The rehearsal has {self.num_steps:,} of {self.num_steps_of_plan:,} steps, each with the plan's ratio "
-                "of noise to signal. Fewer steps collect less signal: the losses are worse than those of the run, and "
-                "only their order counts.",
+                f"The rehearsal takes {self.num_steps:,} of {self.num_steps_of_plan:,} steps, each with the plan's "
+                "noise-to-signal ratio. Fewer steps collect less signal, so the losses are worse than those of the "
+                "run, and only their order matters.",
                 f"The learning rate of the rehearsal is {self.rate_factor:.3g} times that of the run, so that noise "
                 "moves the released weights equally far.",
             ]
         if self.batch < self.batch_of_plan:
             found.append(
                 f"The public text has too few rows for batches of {self.batch_of_plan:,}. With batches of "
-                f"{self.batch:,} and σ = {self.noise_multiplier:.3g}, σ/b is that of the plan; a step has more "
+                f"{self.batch:,} and σ = {self.noise_multiplier:.3g}, σ/b equals the plan's, but each step has more "
                 "sampling noise."
             )
         return found
@@ -156,10 +156,10 @@ class Rehearsal:
             )
         if self.best.loss >= self.loss_before:
             found.append(
-                "No rate improved on the start: the noise of these few steps hides the signal. Rehearse with more "
+                "No rate improved on the start: in so few steps, noise hides the signal. Rehearse with more "
                 "steps (--rehearsal-steps), or compare larger batches (dpllm plan RECIPE --sweep)."
             )
-        return (*found, "Each rate was trained once: rates whose losses are nearly equal may change places.")
+        return (*found, "Each rate was trained once, so rates with nearly equal losses may change places.")
 
 
 def shorten(suggested: Suggested, num_rows: int, num_steps: int | None = None) -> Shortened:
@@ -181,13 +181,13 @@ def shorten(suggested: Suggested, num_rows: int, num_steps: int | None = None) -
         num_steps = min(most, -(-wanted // bands) * bands)
     if not least <= num_steps <= most:
         raise ValueError(
-            f"--rehearsal-steps must be between {least}, one cycle of the bands, and {most}, the steps of the run, got "
-            f"{num_steps}"
+            f"--rehearsal-steps must be between {least} (one cycle of the bands) and {most} (the steps of the run), "
+            f"got {num_steps}"
         )
     batch = min(plan.expected_batch_size, num_rows // bands)
     if batch < min(_SMALLEST_BATCH, plan.expected_batch_size):
         raise DataError(
-            f"the public text has {num_rows} rows to train on, and a rehearsal with {bands} band(s) needs at least "
+            f"the public text has {num_rows} training rows, but a rehearsal with {bands} band(s) needs at least "
             f"{_SMALLEST_BATCH * bands}: give more public text (--public)"
         )
     average = dict(suggested.recipe.train["average"])

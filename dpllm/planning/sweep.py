@@ -150,7 +150,7 @@ class Budget:
         if quick:
             if math.isfinite(sigma := search(exact=False)):
                 return NoiseMultiplier(sigma)
-            order = "" if noise.is_sampled else " of a fixed order"
+            order = "" if noise.is_sampled else " in a fixed order"
             reason = f"ε = {self.target_epsilon:g} cannot be reached in {num_steps:,} steps{order}; raise it"
             return NoiseMultiplier(None, reason=reason)
         try:
@@ -193,13 +193,11 @@ class Cost:
         estimate = (self.flops_per_token, self.peak_flops, self.utilization)
         if any(value is not None for value in estimate):
             if any(value is None for value in estimate):
-                raise ValueError(
-                    "an estimate of time needs flops_per_token, peak_flops and utilization: give all three"
-                )
+                raise ValueError("a time estimate needs flops_per_token, peak_flops and utilization: give all three")
             if self.tokens_per_second is not None:
-                raise ValueError("tokens_per_second is measured and flops_per_token estimates it: give one of the two")
+                raise ValueError("tokens_per_second measures what flops_per_token estimates: give one of the two")
         if self.tokens_per_unit is None and (self.tokens_per_second or self.flops_per_token):
-            raise ValueError("the time of a run needs tokens_per_unit: give the tokens of a unit")
+            raise ValueError("a run's time needs tokens_per_unit: give the number of tokens of a unit")
 
     def tokens(self, examples: float) -> float | None:
         """Return the tokens of this many units."""
@@ -318,7 +316,7 @@ def recommend(points: Iterable[SweepPoint], min_steps: int = 1, gradient_rms: fl
     usable = sorted(_usable(points, min_steps), key=lambda point: (point.expected_batch_size, point.tensors_kept))
     if not usable:
         raise ValueError(
-            f"no point of this compute both reaches the target and takes at least min_steps={min_steps} steps. "
+            f"no point with this compute reaches the target in at least min_steps={min_steps} steps. "
             "Add smaller batches to the grid, raise the compute, or lower min_steps"
         )
     return usable[nearly_least([point.noise_over_signal(gradient_rms) for point in usable], 1 / NEARLY_BEST)]
@@ -398,8 +396,8 @@ class Sweep:
         if self.correlated:
             return (
                 f"Of the points {'with sampled units' if chosen.sampled else 'in a fixed order'} within 10 % of the "
-                "least predicted noise it has the smallest batch and the most steps, and of these it keeps the fewest "
-                "tensors."
+                "least predicted noise, it has the smallest batch and the most steps, and among those it stores the "
+                "fewest tensors."
             )
         usable = _usable(self.line, self.min_steps)
         measure = "√(effective steps)" if self.gradient_rms else "cumulative signal-to-noise ratio"
@@ -407,23 +405,23 @@ class Sweep:
         ways = f"split in {len(usable)} ways{least}"
         words = [f"The compute is {self.compute_name}: {self.compute:,} examples, {ways}."]
         if len(usable) == 1:
-            return f"{words[0]} No other point is within the budget and the requested limits."
+            return f"{words[0]} No other point meets the budget and the requested limits."
         best = min(usable, key=lambda point: point.noise_over_signal(self.gradient_rms))
         if chosen is best:
             words.append(f"This one has the highest {measure}, and no smaller batch comes within 10 % of it.")
         else:
             share = best.noise_over_signal(self.gradient_rms) / chosen.noise_over_signal(self.gradient_rms)
             words.append(
-                f"This one has {share:.0%} of the highest {measure} (that of batches of {best.expected_batch_size:,}) "
-                f"and takes {chosen.num_steps / best.num_steps:.3g} times as many steps."
+                f"This one has {share:.0%} of the highest {measure} (reached with batches of "
+                f"{best.expected_batch_size:,}) and takes {chosen.num_steps / best.num_steps:.3g} times as many steps."
             )
         if chosen.expected_batch_size == usable[-1].expected_batch_size:
             words.append(
-                "It has the largest batch of them, so larger ones may do better, if the model can be trained in fewer "
+                "It has the largest of the batches, so larger ones may do better if the model can be trained in fewer "
                 f"than {chosen.num_steps:,} steps."
             )
         elif chosen is usable[0]:
-            words.append("It has the smallest batch of them, so smaller ones may be as good.")
+            words.append("It has the smallest of the batches, so smaller ones may be as good.")
         return " ".join(words)
 
     @property
@@ -431,32 +429,32 @@ class Sweep:
         """What has to hold for the recommendation, in words."""
         if self.correlated:
             return (
-                f"All points expect {self.compute:,} units in all steps.",
+                f"All points expect {self.compute:,} units in total.",
                 "The weights respond to the noise as to the gradient: linearly, through momentum, schedule and "
-                "averaging. Curvature is left out.",
+                "averaging. Curvature is ignored.",
                 "The learning rate is tuned again for each point.",
-                "σ is for batches without a bound, to 0.2 %; the plan of a run is exact.",
+                "σ is for unbounded batches, accurate to 0.2 %; the plan of a run is exact.",
             )
         signal = (
             f"The entries of the averaged clipped gradient have a root mean square of {self.gradient_rms:.3g} clip "
             "norms at all points, and all directions have the same curvature."
             if self.gradient_rms
-            else "Noise exceeds signal in every step, so that steps add up and the optimizer needs few of them. "
-            "Very large batches violate this first: the smallest sufficient number of steps (min_steps), or the size "
-            "of the gradient (gradient_rms), can be measured on public data and given."
+            else "Noise exceeds signal in every step, so steps add up and the optimizer needs few of them. "
+            "Very large batches violate this first. The smallest sufficient number of steps (min_steps) or the size "
+            "of the gradient (gradient_rms) can be measured on public data and passed."
         )
         epochs = self.recommended.epochs
         texts = (
-            "Every step brings the same signal for all b and T: the learning rate is tuned again for each point.",
+            "Every step has the same signal for all b and T: the learning rate is tuned again for each point.",
             signal,
             "The noise added for privacy exceeds the sampling noise of the gradient (arXiv:2501.18914 also assumes "
             "this).",
             f"Repeated data teach as much as new data: the recommended point takes {epochs:.3g} epochs.",
             "σ is for plain Poisson sampling. The plan of a run bounds the batch (B_max) such that this costs less "
-            "than 1e-3 in ε, and calibrates σ with it.",
+            "than 1e-3 in ε, and calibrates σ accordingly.",
             "At the points that are not recommended, up to 1 % of ε is unused, so σ may be slightly larger than "
             "needed.",
-            "The budget is spent on one run. Tuning on the private data costs more.",
+            "The whole budget is spent on one run. Tuning on the private data costs more.",
         )
         return texts + self.cost.assumptions
 
@@ -552,7 +550,7 @@ def sweep(
         raise ValueError(f"gradient_rms must be at least 0 and finite, got {gradient_rms}")
     correlated = noise.tensors_kept > 0
     if correlated and (gradient_rms or workload_of is None):
-        raise ValueError("correlated noise is compared by workload_of, and gradient_rms must be 0: give the first only")
+        raise ValueError("correlated noise needs workload_of and gradient_rms=0: pass workload_of only")
     batches, steps = sorted(set(sizes)), sorted(set(step_counts or ()))
     examples, compute_name = _compute(compute, batches, steps)
     if expected_batch_size is not None and examples < min_steps * expected_batch_size:
@@ -623,7 +621,7 @@ def _compared(points: Sequence[SweepPoint], size: int) -> list[SweepPoint]:
     least = plain.noise_over_signal()
     if math.isinf(least):
         raise ValueError(
-            f"the target cannot be reached with b={size} in {plain.num_steps} steps and independent noise. Take fewer "
+            f"the target cannot be reached with b={size} in {plain.num_steps} steps of independent noise. Take fewer "
             "steps, or a smaller batch"
         )
     return [
@@ -680,8 +678,8 @@ def _check_counts(num_units: int | None, name: str, values: Sequence[int]) -> No
             raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
         if num_units is not None and value > num_units:
             raise ValueError(
-                f"{name}={value} exceeds the number of units, {num_units}: a unit enters a step at most once. "
-                f"Take {num_units} or fewer"
+                f"{name}={value} exceeds the number of units, {num_units}, but a unit enters a step at most once. "
+                f"Use {num_units} or fewer"
             )
 
 
@@ -692,8 +690,8 @@ def _compute(compute: str | int, batches: Sequence[int], steps: Sequence[int]) -
         return batches[-1] * steps[-1], "the largest of the grid"
     if not isinstance(compute, int) or isinstance(compute, bool) or compute < 1:
         raise ValueError(
-            f'compute must be "centre", "max" or a positive number of examples, got {compute!r}; without step_counts, '
-            "a number"
+            f'compute must be "centre", "max" or a positive number of examples (a number if there are no step_counts), '
+            f"got {compute!r}"
         )
     return compute, "the requested one"
 
@@ -708,7 +706,7 @@ def _line(examples: int, batches: Sequence[int], steps: Sequence[int], min_steps
         if t >= (1 if steps else min_steps):
             line.append((b, t))
     if not line:
-        raise ValueError(f"{examples} examples are less than one step of the smallest batch, {batches[0]}. Raise it")
+        raise ValueError(f"{examples} examples are less than one step of the smallest batch, {batches[0]}: raise it")
     return line
 
 

@@ -106,9 +106,9 @@ def _noise_alone(sweep: Sweep) -> list[str]:
         f"σ = {up_significant(point.noise_multiplier)} keeps ε at {format_epsilon(point.epsilon)} for "
         f"δ = {format_delta(sweep.budget.delta)}, {sweep.budget.adjacency} adjacency.",
         f"Why: {sweep.reason}",
-        f"The noise on the averaged gradient is {point.noise_to_batch_ratio:.3g} clip norms in every entry. All steps "
-        f"together reach {100 * point.share_of_full_batch:.3g} % of the signal-to-noise ratio that full batches "
-        f"would reach with this budget and these data. Changes of that noise: {'; '.join(changes)}.",
+        f"The noise on the averaged gradient is {point.noise_to_batch_ratio:.3g} clip norms per entry. All steps "
+        f"together reach {100 * point.share_of_full_batch:.3g} % of the signal-to-noise ratio of full batches "
+        f"with the same budget and data. Changes of that noise: {'; '.join(changes)}.",
     ]
 
 
@@ -116,17 +116,17 @@ def _noise_compared(sweep: Sweep) -> list[str]:
     chosen, plain, fixed = sweep.recommended, sweep.recommended_independent, sweep.recommended_without_sampling
     texts = [
         f"Recommended: {_size(chosen)} with privacy.noise={_override(chosen.options)}. The predicted noise is "
-        f"{chosen.relative:.3f} of that of the recipe's batch size with independent noise.",
+        f"{chosen.relative:.3f} times that of the recipe's batch size with independent noise.",
         f"With independent noise: {_size(plain)}, predicted noise {plain.relative:.3f}.",
     ]
     if chosen.sampled and fixed is not None:
         texts.append(
             f"Without sampling: {_size(fixed)} in a fixed order with privacy.noise={_override(fixed.options)}, "
-            f"predicted noise {fixed.relative:.3f}. It is for units that cannot be sampled, and recommended only if "
-            "the recipe has noise=blt: the one fine-tuning that was measured was about as good as with 16 bands, a "
+            f"predicted noise {fixed.relative:.3f}. This is for units that cannot be sampled, and recommended only if "
+            "the recipe has noise=blt. The one fine-tuning that was measured was about as good as with 16 bands, but a "
             "resume is charged as a second release of all units, and ε under replace-one is larger."
         )
-    compared = f"{len(sweep.points)} points were compared; --json has all of them."
+    compared = f"{len(sweep.points)} points were compared; --json lists all of them."
     return [*texts, f"Why: {sweep.reason} {compared}"]
 
 

@@ -70,8 +70,8 @@ class StepStatistic:
         if len(set(thresholds)) > 1:
             raise DisagreementError(
                 f"The processes clip to different thresholds ({told_by_rank(thresholds)}), so a unit's gradient would "
-                "depend on the process to which it is assigned. Use the same machines and package versions for all of "
-                "them, leave the clipper's threshold alone, and resume from a checkpoint"
+                "depend on the process that computes it. Use the same machines and package versions on all of "
+                "them, do not write to the clipper's threshold, and resume from a checkpoint"
             )
         noisy = round(sum(one for one, _ in everywhere), _DIGITS)
         self._clipper.clipping = self._clipping.updated(noisy, self._plan.expected_batch_size)

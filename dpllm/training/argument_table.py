@@ -262,7 +262,7 @@ def refuse_by_table(args: Any, table: Mapping[str, Argument] = ARGUMENTS) -> Non
         if not _is_default(args, name):
             raise ConfigError(
                 f"train.{name}={shown(getattr(args, name))} is an option of {type(args).__name__} that this trainer "
-                "does not know, so its effect on the guarantee is not known. Leave it out"
+                "does not support, so its effect on the guarantee is unknown. Leave it out"
             )
 
 

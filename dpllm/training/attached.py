@@ -139,7 +139,7 @@ def attach(
     """
     if not callable(getattr(optimizer, "step", None)):
         raise ConfigError(
-            f"The optimizer is of the type {type(optimizer).__name__}. Pass the optimizer of the model, prepared in "
+            f"The optimizer is of type {type(optimizer).__name__}. Pass the optimizer of the model, prepared in "
             "the same way: attach(model, optimizer)"
         )
     inside = model_inside(model)
@@ -233,8 +233,8 @@ def _refuse_automatic_size(rows: TrainingRows, engine: Engine) -> None:
     """Refuse to search for the size of a microbatch where all processes need the same one."""
     if rows.max_tokens == AUTO and engine.lockstep:
         raise ConfigError(
-            f'The number of tokens for "auto" is found by each process separately, but under '
-            f"{type(engine).__name__} all of them pass through each layer together. Give a number of tokens "
+            f'With microbatch.tokens "auto", each process finds its own number of tokens, but under '
+            f"{type(engine).__name__} all processes pass through each layer together. Set a number of tokens "
             "(microbatch.tokens); `dpllm plan --memory` shows the memory of a microbatch"
         )
 

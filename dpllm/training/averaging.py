@@ -45,9 +45,9 @@ from dpllm.training.weight_shards import WeightFragments
 AVERAGE_FOLDER = "average"
 """Within a checkpoint: the average beside the weights."""
 CHANGED = (
-    "The weights were changed while the model held the average of the run, and files that were saved then hold others. "
+    "The weights changed while the model held the run's average, and files saved after that hold the changed ones. "
     "The guarantee covers that only where the change depends on nothing but what the run released: confirm it, or save "
-    "the average as it is."
+    "the average unchanged."
 )
 """The open point of such a run."""
 _STATE_FILE = "average.json"
@@ -120,9 +120,9 @@ class Averaging:
     def __init__(self, average: Average, num_steps: int) -> None:
         """Begin without weights."""
         if not is_average(average):
-            raise ConfigError(f"the average is {average!r}; pass average_of(...) of dpllm.mechanism.averages")
+            raise ConfigError(f"the average is {average!r}: pass average_of(...) from dpllm.mechanism.averages")
         if not _is_count(num_steps, 1):
-            raise ConfigError(f"num_steps of the average is {num_steps!r}; pass the plan's num_steps")
+            raise ConfigError(f"num_steps of the average is {num_steps!r}: pass the plan's num_steps")
         self.average, self._num_steps = average, num_steps
         self.count, self.is_shown = 0, False
         self._last = 0  # the step whose weights entered last
@@ -177,12 +177,12 @@ class Averaging:
     def _refuse_other_run(self, ledger: SharedLedger, num_steps: int) -> None:
         if self.count and self._source is not None and self._source.ledger is not ledger:
             raise ConfigError(
-                f"This Averaging holds weights of the run in {self._source.ledger.path.parent}, whose ε another run "
-                "does not state. Make an Averaging for each run; a run that is resumed calls load with its checkpoint"
+                f"This Averaging holds weights of the run in {self._source.ledger.path.parent}, which another run's ε "
+                "does not cover. Make an Averaging for each run; to resume a run, call load with its checkpoint"
             )
         if num_steps != self._num_steps:
             raise ConfigError(
-                f"This Averaging was made for {self._num_steps} steps, and the plan of the run has {num_steps}. Make "
+                f"This Averaging was made for {self._num_steps} steps, but the run's plan has {num_steps}. Make "
                 f"it with num_steps={num_steps}"
             )
 
@@ -304,8 +304,8 @@ class Averaging:
         source, folder = self._attached(), Path(checkpoint) / AVERAGE_FOLDER
         if source.ledger.num_steps != source.ledger.num_steps_before:
             raise AverageError(
-                f"{checkpoint} cannot be loaded as the average of the weights: this start has taken steps, and what "
-                "replaces their average is not their average. Load it after attach, before the first draw"
+                f"{checkpoint} cannot be loaded as the average of the weights: this run has already taken steps, which "
+                "the loaded average would not contain. Load it after attach, before the first draw"
             )
         state = source.processes.together(lambda: self._state_in(folder, source.fragments))
         head = LedgerHead.of(state["ledger"])
@@ -314,7 +314,7 @@ class Averaging:
         sums = self._sums_of(values) if state["count"] else {}
         if sums != state["sums"] or not 0 <= state["count"] <= state["last"] <= head.num_steps:
             raise AverageError(
-                f"The values in {folder} are not those that the run saved: they were edited, or are damaged. Resume "
+                f"The values in {folder} are not those that the run saved: they were edited or are damaged. Resume "
                 "from another checkpoint"
             )
         self.count, self._last, self._values = state["count"], state["last"], values
@@ -338,20 +338,20 @@ class Averaging:
             state = json.loads((folder / _STATE_FILE).read_text(encoding="utf-8"))
         except OSError as error:
             raise AverageError(
-                f"{folder.parent} holds no average of the weights ({error.strerror}), so it cannot be continued. "
-                "Resume from a checkpoint that was made with train.average, or start a new run"
+                f"{folder.parent} holds no average of the weights ({error.strerror}), so the average cannot be "
+                "continued. Resume from a checkpoint that was made with train.average, or start a new run"
             ) from error
         except ValueError as error:
             state = {"error": error}
         known = isinstance(state, dict) and set(state) == set(_STATE)
         if not known or any(type(state[name]) is not kind for name, kind in _STATE.items()):
             raise AverageError(
-                f"{folder / _STATE_FILE} is not what a run of this version wrote: it is torn, was edited, or is of "
+                f"{folder / _STATE_FILE} was not written by this version of dpllm: it is incomplete, edited or from "
                 "another version. Resume from another checkpoint"
             )
         if state["average"] != self.words or state["sizes"] != fragments.sizes:
             raise AverageError(
-                f"{folder} holds {state['average']}, of other weights or of another kind than {self.words}. Resume "
+                f"{folder} holds {state['average']}, which does not match {self.words} of this model. Resume "
                 "with the model and the train.average of the first start"
             )
         return state

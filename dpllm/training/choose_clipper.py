@@ -62,7 +62,7 @@ def made_up(rows: TrainingRows, model: nn.Module, lengths: Sequence[int], number
     """
     if (other := rows.other_columns) is not None:
         raise NotMadeUp(
-            f"row {other} has other columns than row 0. Give every row the same columns, or leave those out that only "
+            f"row {other} has different columns than row 0. Give every row the same columns, or remove those that only "
             "some rows have"
         )
     (form,) = rows.fetch(np.asarray(rows.units.rows[:1]))
@@ -71,7 +71,7 @@ def made_up(rows: TrainingRows, model: nn.Module, lengths: Sequence[int], number
     images = _Placeholders.of(form, placeholders_of(model))
     if images.kinds and number == 0 and (other := rows.first_with_other_counts(images.kinds)) is not None:
         raise NotMadeUp(
-            f"row {other} has more or fewer tokens for images than row 0. Give every row as many; or set "
+            f"row {other} has a different number of image tokens than row 0. Give every row as many, or set "
             "privacy.gradients=ghost or per_unit, and privacy.unused_parameters=error"
         )
     inputs = rows.collate([_like(form, max(1, min(length, most)), tokens, images, rng) for length in lengths])
@@ -127,9 +127,7 @@ def _like(form: Any, length: int, tokens: int, images: _Placeholders, rng: np.ra
 
 def _column(name: str, value: Any, length: int, ids: np.ndarray, rng: np.random.Generator) -> Any:
     if value is None:  # whether a row has a value is private, and decides what the loss reaches
-        raise NotMadeUp(
-            f"the column '{name}' has no value in the first row. Leave the column out, or give each row one"
-        )
+        raise NotMadeUp(f"the column '{name}' has no value in the first row. Remove the column, or give each row one")
     if isinstance(value, str):
         return ""
     try:
@@ -199,20 +197,20 @@ def freeze_unused(model: nn.Module, rows: TrainingRows, loss_of: LossOf) -> list
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in trainable.values()):
         raise ConfigError(
-            "privacy.unused_parameters=freeze runs the model before it is distributed, and its parameters are sharded "
+            "privacy.unused_parameters=freeze runs the model before it is distributed, but its parameters are sharded "
             "already. Freeze them by hand (requires_grad_(False))"
         )
     try:
         names = unused(model, rows, loss_of)
     except NotMadeUp as error:
         raise ConfigError(
-            f"privacy.unused_parameters=freeze needs rows that are made up, and {error}. Freeze the parameters that "
+            f"privacy.unused_parameters=freeze needs synthetic rows, but {error}. Freeze the parameters that "
             "the error of privacy.unused_parameters=error names, by hand (requires_grad_(False))"
         ) from error
     if names and len(names) == len(trainable):
         raise ConfigError(
-            "The losses of made-up rows reach no trainable parameter, so privacy.unused_parameters=freeze would freeze "
-            "all of them. Compute the losses with gradients on, from the model"
+            "The losses of synthetic rows reach no trainable parameter, so privacy.unused_parameters=freeze would "
+            "freeze all of them. Compute the losses from the model, with gradients on"
         )
     for name in names:
         trainable[name].requires_grad_(False)
@@ -319,7 +317,7 @@ def _reason(model: nn.Module, rows: TrainingRows, loss_of: LossOf | None) -> str
     except UnreachedError as error:
         if loss_of is None or unused(model, rows, loss_of):
             raise
-        return f"Some rows use other parameters than others. {error}"
+        return f"Some rows use different parameters than others. {error}"
     except Exception:  # the trial says nothing: rows of this form cannot be made up, or the model does not take them
         return None
     return None

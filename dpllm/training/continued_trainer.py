@@ -72,7 +72,9 @@ class ContinuedTrainer(Trainer):
         self._saved = Processes().together(opened)
         if continued.way is not Way.WEIGHTS and Processes().is_main:
             made = setup_of(continued.checkpoint)
-            logger.warning("%s was made by %s: it is loaded by name for %s", continued.checkpoint, made, self.setup)
+            logger.warning(
+                "%s was saved under %s: it is loaded by parameter name for %s", continued.checkpoint, made, self.setup
+            )
 
     def _is_own(self, continued: Continued) -> bool:
         """Return whether the Trainer loads a checkpoint by itself.
@@ -118,8 +120,8 @@ class ContinuedTrainer(Trainer):
                 raise
             reason = " ".join(str(error).split())[:300]
             raise CheckpointError(
-                f"{resume_from_checkpoint} holds weights of a model of another shape ({reason}). Resume with the model "
-                "of the first start, and in a recipe with its section model.adapter"
+                f"{resume_from_checkpoint} holds weights of different shapes than the model's ({reason}). Resume with "
+                "the model of the first start, and in a recipe with its section model.adapter"
             ) from error
         if active and list(loaded.active_adapters) != active:
             loaded.base_model.set_adapter(active)
@@ -146,8 +148,8 @@ class ContinuedTrainer(Trainer):
             return
         if self._optimizer_names is None:
             raise CheckpointError(
-                "The optimizer has parameters that are none of the model's, so the checkpoint's state cannot be given "
-                f"to it by name. Resume with dpllm train --config {setup_of(continued.checkpoint).config}"
+                "The optimizer has parameters that do not belong to the model, so the checkpoint's state cannot be "
+                f"loaded by name. Resume with dpllm train --config {setup_of(continued.checkpoint).config}"
             )
         load_optimizer(saved, module, self.optimizer, self._optimizer_names, deepspeed, processes)
         state = torch.load(continued.checkpoint / SCHEDULER_FILE, weights_only=True)

@@ -99,7 +99,7 @@ class CorrectedAdamW(Optimizer):
     ) -> None:
         """Begin without steps."""
         if not isinstance(noise, KnownNoise):
-            raise ConfigError(f"noise is {noise!r}; pass KnownNoise.of(plan.mechanism, plan.num_steps)")
+            raise ConfigError(f"noise is {noise!r}: pass KnownNoise.of(plan.mechanism, plan.num_steps)")
         choice(SECOND_MOMENT, second_moment, SECOND_MOMENTS)
         if not all(0 <= beta < 1 for beta in betas):
             raise ConfigError(f"betas must be at least 0 and below 1, got {betas}")
@@ -180,9 +180,10 @@ class CorrectedAdamW(Optimizer):
         first, second = group["betas"]
         if step > 0 and self._betas.setdefault(id(group), (first, second)) != (first, second):
             raise ConfigError(
-                f"betas of CorrectedAdamW changed during the run, from {self._betas[id(group)]} to {first, second}: "
-                "the known variance of the noise would not be that in the moments. Keep them (OneCycleLR and CyclicLR: "
-                "cycle_momentum=False)"
+                f"The betas of CorrectedAdamW changed during the run, from {self._betas[id(group)]} to "
+                f"{first, second}, so the moments would contain a different noise variance than the known one. Keep "
+                "them (OneCycleLR and "
+                "CyclicLR: cycle_momentum=False)"
             )
         self._betas[id(group)] = first, second
         variances, _ = self._noise_seen(first)
@@ -219,8 +220,8 @@ class CorrectedAdamW(Optimizer):
         groups = state_dict["param_groups"]
         if any(group.get(SECOND_MOMENT) != self.second_moment for group in groups):
             raise ConfigError(
-                f"The state is not that of a CorrectedAdamW with {SECOND_MOMENT}={self.second_moment}. Resume with the "
-                "train.optim_args, or the optimizer, of the first start"
+                f"The state does not belong to a CorrectedAdamW with {SECOND_MOMENT}={self.second_moment}. Resume with "
+                "the train.optim_args, or the optimizer, of the first start"
             )
         super().load_state_dict(state_dict)  # it rounds moments to the dtype of the parameters
         names = [name for group in groups for name in group["params"]]
@@ -280,8 +281,8 @@ def refuse_unusable(args: TrainingArguments, own_optimizer: bool) -> None:
     offload = config.get("zero_optimization", {}).get("offload_optimizer") or {}
     is_offloaded = offload.get("device", "none") != "none"
     for is_so, fault, remedy in (
-        (own_optimizer, "an optimizer was passed too", "leave it out of `optimizers`"),
-        ("optimizer" in config, "the DeepSpeed configuration has an optimizer too", "leave it out there"),
+        (own_optimizer, "an optimizer was passed too", "remove it from `optimizers`"),
+        ("optimizer" in config, "the DeepSpeed configuration has an optimizer too", "remove it there"),
         (
             is_offloaded and config.get("zero_force_ds_cpu_optimizer", True),
             "the DeepSpeed configuration offloads the optimizer and asks for DeepSpeed's own AdamW",
@@ -289,7 +290,7 @@ def refuse_unusable(args: TrainingArguments, own_optimizer: bool) -> None:
         ),
         (
             is_offloaded and offload.get("ratio", 1.0) != 1,
-            "DeepSpeed updates the part of the parameters that it does not offload by PyTorch's AdamW",
+            "DeepSpeed updates the parameters that it does not offload with PyTorch's AdamW",
             "leave zero_optimization.offload_optimizer.ratio out",
         ),
     ):
@@ -326,8 +327,8 @@ def require_asked(args: TrainingArguments, optimizer: Any) -> None:
     inner = innermost(optimizer)
     if asked_second_moment(args) is not None and not isinstance(inner, CorrectedAdamW):
         raise ConfigError(
-            f"train.optim_args={args.optim_args} asks for CorrectedAdamW, but the run has the optimizer "
-            f"{type(inner).__name__}. Leave create_optimizer as it is, or leave the option out"
+            f"train.optim_args={args.optim_args} asks for CorrectedAdamW, but the run's optimizer is "
+            f"{type(inner).__name__}. Do not override create_optimizer, or leave the option out"
         )
 
 
@@ -348,7 +349,7 @@ def teller(optimizer: Any, plan: PrivacyPlan) -> Callable[[int], None] | None:
         return None
     if inner.noise != KnownNoise.of(plan.mechanism, plan.num_steps):
         raise ConfigError(
-            "The optimizer CorrectedAdamW was made for other noise than that of the plan. Make it with "
+            "CorrectedAdamW was made for different noise than the plan's. Make it with "
             "noise=KnownNoise.of(plan.mechanism, plan.num_steps)"
         )
     return inner.tell
@@ -370,9 +371,9 @@ def _refuse_untold(parameters: Iterable[nn.Parameter]) -> None:
 
 def _joined() -> ConfigError:
     return ConfigError(
-        "CorrectedAdamW was not told which private step this is, so it cannot know the noise in the gradient: it is a "
-        "part of another optimizer, or is used outside of a private run. Attach it to the run by itself, with several "
-        "parameter groups where they need other learning rates"
+        "CorrectedAdamW did not receive the number of the private step, so it cannot know the noise in the gradient: "
+        "it is part of another optimizer, or is used outside of a private run. Attach it to the run directly, with "
+        "several parameter groups where they need different learning rates"
     )
 
 

@@ -31,12 +31,12 @@ from dpllm.training.trl_inputs import inputs_of
 LOSS_FACT, REFERENCE_FACT = "loss of a pair", "reference of the loss"
 """The ledger's facts of these names."""
 GIVEN_REFERENCE = (
-    "The log-probabilities under the reference came with the pairs. Confirm that those of a pair were computed of that "
-    "pair only, by a model that holds nothing of the private pairs."
+    "The log-probabilities under the reference came with the pairs. Confirm that those of a pair were computed from "
+    "that pair only, by a model that contains no information about the private pairs."
 )
 """The open point of a reference that was not computed here."""
 SHARED_PROMPTS = (
-    "Several pairs have the same prompt. Each pair is a unit of its own here, so a prompt that is in k pairs is "
+    "Several pairs have the same prompt. Each pair is its own unit here, so a prompt that is in k pairs is "
     "protected k times less. Give the pairs of one prompt, or of one person, one id (PrivacyConfig.unit, in "
     "a recipe data.columns.unit), or confirm that prompts need no protection."
 )
@@ -50,9 +50,9 @@ _WHOLE = {
 }
 _TAKEN = {
     "compute_loss_func": "args.loss_type names the loss of a pair",
-    "data_collator": "a row is a pair, which it collates itself",
+    "data_collator": "a row is a pair, and the trainer itself collates pairs",
     "pack_rows": "a row has two sequences, which are not concatenated. Leave it out",
-    "compute_metrics": "an evaluation has the rewards, their margin and their accuracy",
+    "compute_metrics": "an evaluation computes the rewards, their margin and their accuracy",
 }
 
 
@@ -108,7 +108,7 @@ class DPDPOTrainer(DPTrainer):
         if ref_model is model or not isinstance(ref_model, nn.Module | None):
             raise ConfigError(
                 f"ref_model is {'the model itself' if ref_model is model else f'of type {type(ref_model).__name__}'}: "
-                "leave it out for the model as it is at the start, or pass another model"
+                "leave it out to use the model as it is at the start, or pass another model"
             )
         if args.disable_dropout:
             without_dropout(model)
@@ -222,8 +222,8 @@ class DPDPOTrainer(DPTrainer):
         known = (None, self.train_dataset, self.eval_dataset, *several)
         if not isinstance(dataset, str) and not any(dataset is one for one in known):
             raise ConfigError(
-                "These pairs are not those of eval_dataset, and their reference is the model before the training, "
-                "which is gone. Pass them as eval_dataset to the constructor; several data sets as a dictionary"
+                "These pairs are not those of eval_dataset, and their reference, the model before the training, no "
+                "longer exists. Pass them as eval_dataset to the constructor; several data sets as a dictionary"
             )
 
 
@@ -260,7 +260,7 @@ def _named(dataset: Any) -> dict[str, Any]:
         return {}
     if isinstance(dataset, Mapping) and _TRAINING in dataset:
         raise ConfigError(
-            f"eval_dataset has a data set of the name {_TRAINING!r}, which is that of the private pairs: give it "
+            f"eval_dataset has a data set named {_TRAINING!r}, which is the name of the private pairs: give it "
             "another name"
         )
     return dict(dataset) if isinstance(dataset, Mapping) else {"eval_dataset": dataset}

@@ -82,10 +82,10 @@ class Charged:
         if step != self.step:
             raise DrawError(
                 f"The draw was charged with {self.step}, but the step to take is {step}: the plan was changed after "
-                "the run began. Make a new run with the other plan"
+                "the run began. Start a new run with the new plan"
             )
         if self.used or step_number != self.num_steps:
-            raise DrawError(f"Step {step_number} was not charged with this draw, or was taken before. Draw its units")
+            raise DrawError(f"Step {step_number} was not charged with this draw, or was already taken. Draw its units")
         self.used = True
 
 
@@ -164,14 +164,14 @@ class Draws:
         self._compare_steps(given, mode, error)
         if self._outstanding is None:
             raise DrawError(
-                "There is no draw to step over: each draw of `draws` is for one step, and this one was used, or none "
+                "No draw is outstanding: each draw of `draws` is for one step, and this one was already used or none "
                 "was made. Take each step's units from `for unit_ids in run.draws(num_steps)`, one step per draw"
             )
         draw = self._outstanding
         if not np.array_equal(given, draw[0]):
             raise DrawError(
-                f"These {given.size} units are not the outstanding draw: ε holds for the units that the plan's sampler "
-                "drew, and for no others (no shuffled epochs, no unit twice, no chosen batch). Pass the last draw of "
+                f"These {given.size} units are not the outstanding draw: ε holds only for the units that the plan's "
+                "sampler drew (no shuffled epochs, no unit twice, no chosen batch). Pass the last draw of "
                 "`draws`, unchanged"
             )
         self._outstanding = None
@@ -224,7 +224,7 @@ class Draws:
         """Charge a draw, which becomes the outstanding one; return a copy."""
         self._require_steps()
         if len(np.unique(unit_ids)) != len(unit_ids):
-            raise DrawError("A draw holds a unit twice: it would be clipped twice and exceed the clip norm")
+            raise DrawError("A draw contains a unit twice: it would be clipped twice and exceed the clip norm")
         self._outstanding, number, event = None, self._ledger.num_steps, self._plan.event
         self._ledger.append_step(number, event)
         charged = Charged(number, event, steps_planned=self._ledger.steps_planned)
@@ -247,7 +247,7 @@ class Draws:
                 raise DisagreementError(
                     f"The processes differ in {what} ({shown}), so their sums would not belong to one draw. No "
                     "further step is charged. Pass every draw of PrivateRun.draws to PrivateRun.step unchanged, in "
-                    "the same order and with the same settings on every process"
+                    "the same order and with the same settings, on every process"
                 )
 
     def _meet(self, kind: float, step: int, rest: list[float]) -> list[list[float]]:
@@ -258,7 +258,7 @@ class Draws:
             if error.is_told:
                 raise
             raise DisagreementError(
-                f"This process {_NAMES[kind].format(step + 1)}, and another one has ended or cannot be reached "
+                f"This process {_NAMES[kind].format(step + 1)}, but another one has ended or cannot be reached "
                 f"({error}). No further step is charged. Call next() on "
                 "PrivateRun.draws, PrivateRun.step and PrivateRun.finish on every process, not only on the main one"
             ) from error
@@ -266,8 +266,8 @@ class Draws:
             names = [_NAMES.get(one[0], "makes another call") for one in everywhere]
             shown = told_by_rank([name.format(int(one[1]) + 1) for name, one in zip(names, everywhere, strict=True)])
             raise DisagreementError(
-                f"The processes are at different points of the run ({shown}): one of them took an extra draw, left a "
-                "step out, or stopped by itself. No further step is charged. Call next() on PrivateRun.draws, "
+                f"The processes are at different points of the run ({shown}): one of them took an extra draw, skipped "
+                "a step, or stopped by itself. No further step is charged. Call next() on PrivateRun.draws, "
                 "PrivateRun.step and PrivateRun.finish equally often, and in the same order, on every process; decide "
                 "on a stop on one process and send the decision to the others"
             )

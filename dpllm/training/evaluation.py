@@ -92,7 +92,7 @@ def measure(
     """
     compared_by = TASKS[collator.task].score
     if compared_by is None:
-        raise DataError(f"held-out rows of the task {collator.task!r} have no score: give its line in TASKS one")
+        raise DataError(f"held-out rows of the task {collator.task!r} have no score: add a line for it in TASKS")
     order = np.argsort([-len(ids) for ids in rows["input_ids"]], kind="stable")
 
     def score(inputs: dict[str, Any]) -> Sequence[float]:
@@ -106,7 +106,7 @@ def measure(
     found = sums_over(model, rows, order, collator, score, max_rows, processes, moved)
     loss, row_loss, correct, count, *counted = found
     if count == 0:
-        raise DataError("no held-out row has a target, so nothing can be measured: give rows with labels")
+        raise DataError("no held-out row has a target, so nothing can be measured: add labels to the rows")
     value = correct / count
     if compared_by == PERPLEXITY:
         value = _exp(loss / count)

@@ -84,14 +84,14 @@ USAGE = """Fine-tune a language model privately: one program for every recipe.
     dpllm train gpt2_e2e_lora privacy.epsilon=3 train.seed=1
     accelerate launch recipes/finetune.py --config recipes/quickstart.yaml
 
-Ordinary training on public text comes first if the recipe has it; the held-out records are measured before and after
-the private training. `train.resume_from_checkpoint=true` continues a stopped run; `auto` starts if there is nothing to
-continue, and does nothing if the run is completed.
+Ordinary training on public text comes first if the recipe asks for it. The held-out records are measured before and
+after the private training. `train.resume_from_checkpoint=true` continues a stopped run; `auto` starts if there is
+nothing to continue, and does nothing if the run is completed.
 """
 console = Console(highlight=False, soft_wrap=True)
 NOISY_NORM = (
     "noisy_grad_norm in the log is the norm of the gradient after clipping and noise: mostly the noise. It does not "
-    "tell whether the model learns; the loss does"
+    "show whether the model learns; the loss does"
 )
 PROCESSES_OPTION = ("--num_processes", "--num-processes")
 THREADS_OPTION = ("--num_cpu_threads_per_process", "--num-cpu-threads-per-process")
@@ -176,7 +176,7 @@ def run(recipe: Recipe) -> int:
     if recipe.beside:
         name = next(iter(recipe.beside))
         raise ConfigError(
-            f"the recipe has a section {name}, and here one trainer would read all records itself: run it with "
+            f"the recipe has a section {name}, but this program would train one model on all records: run it with "
             f"dpllm {name}, or leave the section out"
         )
     check_recipe(recipe)  # before anything is read
@@ -203,7 +203,7 @@ def run_in(recipe: Recipe, args: TrainingArguments, phases: Phases, began: float
     resume = restart.checkpoint
     if not restart.continues and is_used(output / LEDGER_FILE):
         raise ValueError(
-            f"{output} already holds a private run: go on with it by train.resume_from_checkpoint=auto, or set "
+            f"{output} already holds a private run: continue it with train.resume_from_checkpoint=auto, or set "
             "train.output_dir to another folder"
         )
 
@@ -589,7 +589,7 @@ def unstarted_processes(words: Sequence[str], environment: Mapping[str, str] | N
     if number < 2:
         return ""
     return (
-        f"accelerate launch was asked for {number} processes and started 1, since it found no GPU: on the CPU use "
+        f"accelerate launch was asked for {number} processes but started 1, since it found no GPU. On the CPU, use "
         "dpllm train --config cpu_ddp, or accelerate launch --config_file accelerate_configs/cpu_ddp.yaml"
     )
 
@@ -629,7 +629,7 @@ class End(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin the phase of the report, which is made once and is then on the disk, whatever follows."""
-        self.phases.begin("report", "ε again from the ledger, with its cross-checks by other accountants")
+        self.phases.begin("report", "recomputing ε from the ledger, with cross-checks by other accountants")
 
 
 def evaluated(model: Any, held_out: HeldOut | HeldOutPairs, processes: Processes | None, phases: Phases) -> Measurement:

@@ -110,8 +110,8 @@ class HeadLosses:
             target = target_BT[: len(hidden_BTD)]  # a clipper tries its taps on a few rows of its first call
             if hidden_BTD.shape[:2] != target.shape:
                 raise ValueError(
-                    f"The head reads hidden states {tuple(hidden_BTD.shape)}, and the labels are "
-                    f"{tuple(target_BT.shape)}. Labels must have the length of the input and of the logits."
+                    f"The head reads hidden states {tuple(hidden_BTD.shape)}, but the labels are "
+                    f"{tuple(target_BT.shape)}. Labels must be as long as the input and the logits."
                 )
             index_BT = inputs.get("input_ids") if table is head.weight else None
             for parameter in _trained(head):
@@ -135,10 +135,10 @@ class HeadLosses:
         """Return the formula of a model whose head is computed in chunks, or why it is computed whole."""
         head = _head_of(model)
         if not isinstance(head, nn.Linear) or not is_linear(head):
-            return "the model has no head that is a plain linear layer"
+            return "the model's head is not a plain linear layer"
         hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)
         if "forward" in vars(head) or any(hooks):
-            return "the head has hooks or a forward function of its own"
+            return "the head has hooks or its own forward function"
         if _trained(head) and (why := self._whole_if_trained(model, head, inputs)):
             return why
         if model not in self._compared:
@@ -239,7 +239,7 @@ def _compare(model: Any, inputs: Mapping[str, Any]) -> LogitFormula | str:
             errors = [float((expected - one).abs().max() / (1 + whole.abs().max())) for one in losses]
             small, one = _call(model, inputs, lambda _, hidden_BTD: hidden_BTD[..., :1])
             if small.logits.shape != one.shape:
-                return "the model's output has another shape than its head's"
+                return "the model's output and its head's output have different shapes"
     except Exception as raised:  # the model's own code; a mistake in the inputs is raised by the ordinary call, too
         if is_shortage(raised):
             raise
@@ -248,7 +248,7 @@ def _compare(model: Any, inputs: Mapping[str, Any]) -> LogitFormula | str:
     for formula, error in zip(formulas, errors, strict=True):
         if error <= tolerance:
             return formula
-    return f"{type(_inside(model)).__name__} computes them in another way (relative difference {errors[0]:.1e})"
+    return f"{type(_inside(model)).__name__} computes them differently (relative difference {errors[0]:.1e})"
 
 
 class _Joined(torch.autograd.Function):

@@ -212,7 +212,7 @@ class Completions:
                 head = ids if task == "seq2seq_lm" else ids[: _first_target(labels)]
                 if not head:
                     raise DataError(
-                        f"held-out record {number} has an empty prompt, after which the model cannot write: fill it "
+                        f"held-out record {number} has an empty prompt, so the model has nothing to continue: fill it "
                         "in, remove the record, or set data.metrics=[]"
                     )
                 self.references.append([])

@@ -36,9 +36,10 @@ from dpllm.report.private_strings import FILE, ID, PrivateStrings
 from dpllm.training.shared_ledger import SharedLedger
 
 ONE_BY_ONE = (
-    "The column '{column}' names people, and its values repeat, but a unit of privacy is one record (unit: sequence). "
-    "Records of one person are protected one by one, and all of a person's together are protected less than this ε "
-    "says. Train with data.columns.unit: {column}, or confirm that protection of single records is meant."
+    "The column '{column}' names people, and its values repeat, but the unit of privacy is one record (unit: "
+    "sequence). Records of one person are protected one by one, and all of a person's records together are protected "
+    "less than this ε says. Train with data.columns.unit: {column}, or confirm that single records are to be "
+    "protected."
 )
 """The open point of records beside a column of people."""
 NAMES = "the names of the classes in config.json, "
@@ -80,9 +81,9 @@ def note_units(
         lengths = np.array([np.count_nonzero(mask) for mask in values_in(dataset, "attention_mask")])
     if _all_as_long(lengths):
         ledger.append_open_point(
-            f"Nearly all rows have the same number of tokens, and no column '{RECORD}' says which record they are "
+            f"Nearly all rows have the same number of tokens, and no column '{RECORD}' says which record they come "
             "from. If documents were joined and cut into blocks, a document is spread over several units and is "
-            f"protected less than one: give each row the number of its record in a column '{RECORD}' "
+            f"protected less than one unit. Give each row its record's number in a column '{RECORD}' "
             "(dpllm.data.rows.tokenize_records does it), or confirm that each row is a whole record."
         )
 
@@ -125,7 +126,7 @@ def own_parts(**parts: Any) -> list[str]:
         module = str(getattr(inner, "__module__", None) or type(inner).__module__).partition(".")[0]
         if part is not None and module not in _KNOWN_MODULES:
             words = getattr(inner, "__qualname__", type(inner).__qualname__)
-            found.append(f"numbers inside of the {name} {words}")
+            found.append(f"numbers in the {name} {words}")
     return found
 
 

@@ -52,8 +52,8 @@ def require_exact(saved: SavedState, saved_by: Setup, model: nn.Module, now: Set
         there, here = saved.dtype(name), dtypes.get(name)
         if there is not None and here is not None and torch.promote_types(there, here) != here:
             raise CheckpointError(
-                f"The checkpoint holds {name} in {_word(there)} ({saved_by}), and {now} would train it in "
-                f"{_word(here)}: rounding would lose the small updates in it. Resume with dpllm train --config "
+                f"The checkpoint holds {name} in {_word(there)} ({saved_by}), but {now} would train it in "
+                f"{_word(here)}: rounding would lose its small updates. Resume with dpllm train --config "
                 f"{saved_by.config}"
             )
 
@@ -127,7 +127,7 @@ def _sized(saved: SavedState, name: str, size: int) -> Tensor:
     value = saved.weight(name)
     if value is None or value.numel() != size:
         raise CheckpointError(
-            f"The checkpoint holds {name} with {0 if value is None else value.numel()} entries, and the model has "
+            f"The checkpoint holds {name} with {0 if value is None else value.numel()} entries, but the model has "
             f"{size}. Resume with the model of the first start, and in a recipe with its section model.adapter"
         )
     return value.flatten()
@@ -211,8 +211,8 @@ def _require_same(saved: SavedState, names: Sequence[Sequence[str]]) -> None:
         return
     odd = sorted(here ^ there) or [name for name in kinds if kinds[name] != max(kinds.values(), key=len)]
     raise CheckpointError(
-        f"The checkpoint's optimizer and that of this run do not hold the same state of {odd[0]} and {len(odd) - 1} "
-        "other parameters, which would begin again without a word. Resume with the model, the trained parameters and "
+        f"The checkpoint's optimizer and this run's optimizer hold different state for {odd[0]} and {len(odd) - 1} "
+        "other parameters, whose state would silently be reset. Resume with the model, the trained parameters and "
         "the optimizer of the first start"
     )
 
@@ -247,7 +247,7 @@ def _group_of(saved: Sequence[str], names: Sequence[Sequence[str]]) -> int:
     if number is None:
         raise CheckpointError(
             f"The optimizer of this run has no group of the {len(saved)} parameters from {saved[0] if saved else '?'} "
-            "on, as the checkpoint has. Resume with the model, the trained parameters and the optimizer of the first "
+            "on, but the checkpoint has. Resume with the model, the trained parameters and the optimizer of the first "
             "start"
         )
     return number
@@ -258,7 +258,7 @@ def _take_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
     wanted = set(options) - _IMPLEMENTATION - _OPTIONAL
     if known != wanted:
         raise CheckpointError(
-            f"The checkpoint is of an optimizer with other options ({', '.join(sorted(known ^ wanted))}). Resume with "
+            f"The checkpoint's optimizer has different options ({', '.join(sorted(known ^ wanted))}). Resume with "
             "the train.optim and train.optim_args, or the optimizer, of the first start"
         )
     group.update({key: options[key] for key in wanted | (_OPTIONAL & set(options))})
@@ -315,7 +315,7 @@ def _counter(before: Any, value: Any, owner: Tensor, group: Mapping[str, Any], n
     """Return a step count for its owner; one flat owner has one count for all its parameters."""
     if before is not None and float(before) != float(value):
         raise CheckpointError(
-            f"{name} has taken {float(value):g} steps, and a parameter beside it {float(before):g}: DeepSpeed has one "
+            f"{name} has taken {float(value):g} steps, but another parameter {float(before):g}, and DeepSpeed has one "
             "count for both. Resume with the accelerate config that made the checkpoint"
         )
     if not torch.is_tensor(value):

@@ -59,7 +59,7 @@ def merge_run(run: str | Path, output: str | Path | None = None, num_labels: int
         known = num_labels if class_names is None else len(class_names)
         if known is None:
             raise ConfigError(
-                f"the recipe of {run} leaves the number of classes to its data: give it (dpllm merge --num-labels)"
+                f"the recipe of {run} takes the number of classes from its data: set it (dpllm merge --num-labels)"
             )
         model = dataclasses.replace(model, num_labels=known)
     base: Any = load_base_model(model, tokenizer)
@@ -84,7 +84,7 @@ def _checked(run: Path, folder: Path) -> tuple[ModelConfig, list[str] | None]:
     if not is_finished(run / ".") and read_ledger(run / LEDGER_FILE).end is None:
         raise ConfigError(f"the run in {run} has not ended: continue it with train.resume_from_checkpoint=true first")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} exists already and is not replaced: name another folder, or remove it")
+        raise ConfigError(f"{folder} already exists and is not overwritten: name another folder, or remove it")
     failed = [check for check in verify(run).checks if not check.ok]
     if failed:
         raise ConfigError(
@@ -100,7 +100,7 @@ def _checked(run: Path, folder: Path) -> tuple[ModelConfig, list[str] | None]:
         _refuse_another_base(run, recipe.model)
         return recipe.model, recipe.data.class_names
     if not (run / PRETRAINED_FOLDER / "config.json").is_file():
-        raise ConfigError(f"{run} lacks {PRETRAINED_FOLDER}/, the weights that the adapter belongs to: restore it")
+        raise ConfigError(f"{run} lacks {PRETRAINED_FOLDER}/, the weights to which the adapter belongs: restore it")
     return start_in(run / PRETRAINED_FOLDER, recipe.model), recipe.data.class_names
 
 
@@ -114,8 +114,8 @@ def _refuse_another_base(run: Path, model: ModelConfig) -> None:
     trained = json.loads((run / ADAPTER_FILE).read_text(encoding="utf-8")).get("base_model_name_or_path")
     if trained and _place(trained) != _place(str(model.name)):
         raise ConfigError(
-            f"the adapter in {run} was trained on {trained}, and model.name in its {RECIPE_FILE} is {model.name}: the "
-            f"guarantee does not cover other weights. Restore {RECIPE_FILE}"
+            f"the adapter in {run} was trained on {trained}, but model.name in its {RECIPE_FILE} is {model.name}, "
+            f"and the guarantee does not cover other weights. Restore {RECIPE_FILE}"
         )
     refuse_private_start(model.name, model.start_is_independent)
     refuse_other_start(run / LEDGER_FILE, str(model.name))

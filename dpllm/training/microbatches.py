@@ -168,11 +168,11 @@ def microbatches(
     """
     for name, bound in (("max_rows", max_rows), ("max_tokens", max_tokens)):
         if bound is not None and bound < 1:
-            raise ValueError(f"{name} is {bound}; at least 1 is needed.")
+            raise ValueError(f"{name} is {bound}, but must be at least 1.")
     if max_rows is None and max_tokens is None:
-        raise ValueError("max_rows and max_tokens are both None: a microbatch needs a bound.")
+        raise ValueError("max_rows and max_tokens are both None, but a microbatch needs a bound: set one.")
     if not 0 <= rank < size:
-        raise ValueError(f"rank is {rank} of {size} processes; 0 <= rank < size is needed.")
+        raise ValueError(f"rank is {rank} of {size} processes, but 0 <= rank < size is required.")
     read, make = reader_of(fetch), collator_of(collate, packed)
     rows, position = units.rows_of(unit_ids)
     tokens = lengths[rows].astype(np.int64)  # of 8 bits, products would not fit

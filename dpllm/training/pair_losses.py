@@ -96,8 +96,8 @@ def reference_log_probs(
     """
     if any(hasattr(p, "ds_id") or hasattr(p, "placements") for p in model.parameters()):
         raise ConfigError(
-            "The reference has parameters that are divided over processes (ZeRO-3), so a process cannot compute its "
-            "log-probabilities alone. Compute them beforehand in one process, and give them as the columns "
+            "The reference has parameters that are sharded over processes (ZeRO-3), so no process can compute its "
+            "log-probabilities alone. Compute them beforehand in one process, and pass them in the columns "
             "ref_chosen_logps and ref_rejected_logps"
         )
     numbers = np.arange(processes.rank, len(dataset), processes.size)

@@ -32,9 +32,9 @@ _Result = TypeVar("_Result")
 PATIENCE = 5.0
 """Seconds for which the end of a step that failed waits for a fetch."""
 _SHARED = (
-    "The data set or the collator drew from PyTorch's global generators, or used a parameter of a model, while a "
-    "microbatch ran: dropout may have drawn its masks from a seed of theirs. The step is charged, and nothing of it is "
-    "released. Give TrainingRows(fetch_ahead=False), so that rows are read between passes"
+    "The data set or the collator drew from PyTorch's global generators, or used a model's parameter, while a "
+    "microbatch ran, so dropout may have drawn its masks from a seed that they set. The step is charged, and none of "
+    "its results is released. Set TrainingRows(fetch_ahead=False), so that rows are read between passes"
 )
 _AT_EXIT = 30.0  # seconds for which the end of the program waits for it: PyTorch aborts where Python has ended
 _ONE_AT_A_TIME = threading.Lock()  # a fetch that was given up must not run next to one of a later step

@@ -72,8 +72,8 @@ def note_unlearned_end(collate: Any) -> None:
         and end == tokenizer.pad_token_id
     ):
         logger.warning_once(
-            "DataCollatorForLanguageModeling leaves padding out of the loss, and this tokenizer pads with the token "
-            "that ends texts: the model does not learn to stop. Leave data_collator out, or give the tokenizer "
+            "DataCollatorForLanguageModeling leaves padding out of the loss, but this tokenizer pads with the "
+            "end-of-text token, so the model does not learn to stop. Leave data_collator out, or give the tokenizer "
             "another pad_token."
         )
 
@@ -124,7 +124,7 @@ def refuse_tables(dataset: Any) -> None:
     form = getattr(dataset, "format", None)
     if isinstance(form, Mapping) and form.get("type") in ("pandas", "polars", "arrow"):
         raise ConfigError(
-            f"train_dataset has the format {form['type']!r}, in which rows are no dictionaries: pass "
+            f"train_dataset has the format {form['type']!r}, whose rows are not dictionaries: pass "
             "train_dataset.with_format(None)"
         )
 
@@ -143,9 +143,9 @@ def refuse_unreadable(dataset: Any, words: str = "train_dataset") -> None:
         raise ConfigError(f"{words} is missing: pass rows with input_ids, or with texts and a tokenizer")
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise ConfigError(
-            f"{words} is of type {type(dataset).__name__}, whose rows cannot be read by number. ε is computed for "
-            "steps that draw from all N units at random, so N must be known and every row within reach; a stream "
-            "shows its rows in its own order. Load the data without streaming, or store them: "
+            f"{words} is of type {type(dataset).__name__}, whose rows cannot be read by number. ε assumes "
+            "steps that draw from all N units at random, so N must be known and every row within reach, but a stream "
+            "yields its rows in its own order. Load the data without streaming, or store them: "
             "datasets.Dataset.from_list(list(stream)), or .from_generator(...) if they do not fit in memory"
         )
     if hasattr(dataset, "iloc"):
@@ -155,20 +155,20 @@ def refuse_unreadable(dataset: Any, words: str = "train_dataset") -> None:
         )
     if isinstance(dataset, Mapping):
         raise ConfigError(
-            f"{words} is of type {type(dataset).__name__}, with the keys {', '.join(map(str, dataset))}, and not "
+            f"{words} is of type {type(dataset).__name__}, with the keys {', '.join(map(str, dataset))}, not "
             "a list of rows: pass one of its splits (data['train']), or make rows of its columns "
             "(datasets.Dataset.from_dict)"
         )
     row = dataset[0] if not hasattr(dataset, "column_names") and len(dataset) else {}
     if isinstance(row, str):
         raise ConfigError(
-            f"Row 0 of {words} is a text, and a row is a dictionary: pass [{{'text': text}} for text in texts], and "
+            f"Row 0 of {words} is a string, but a row is a dictionary: pass [{{'text': text}} for text in texts], and "
             "processing_class, the tokenizer"
         )
     if not isinstance(row, Mapping) and not hasattr(row, "keys"):
         raise ConfigError(
             f"Row 0 of {words} is of type {type(row).__name__}. Pass rows that are dictionaries with input_ids, "
-            "and labels if these are not the input itself"
+            "and with labels if these differ from the input"
         )
 
 
@@ -181,15 +181,15 @@ def refuse_ignored(trainer: Trainer) -> None:
     for kind in itertools.takewhile(lambda one: not one.__module__.startswith("dpllm."), type(trainer).__mro__):
         if chosen := [name for name in ("get_train_dataloader", "_get_train_sampler") if name in vars(kind)]:
             raise ConfigError(
-                f"{kind.__name__} overrides {chosen[0]}, and the units of a private step are drawn by the sampler of "
-                "the plan, for which ε is computed. Leave the override out; to weight rows, multiply their losses in "
-                "compute_loss_func by weights that are a function of the row, known without the other rows"
+                f"{kind.__name__} overrides {chosen[0]}, but the plan's sampler draws the units of a private step, and "
+                "ε holds only for it. Remove the override; to weight rows, multiply their losses in "
+                "compute_loss_func by weights that depend only on the row itself"
             )
     if type(trainer).compute_loss is not Trainer.compute_loss:
         raise ConfigError(
-            f"{type(trainer).__name__} overrides compute_loss, which returns one loss of the whole batch, and private "
-            "steps need one loss per row: the override would be ignored. Pass compute_loss_func=(outputs, labels) -> "
-            "(B,), each row's loss from that row only"
+            f"{type(trainer).__name__} overrides compute_loss, which returns one loss for the whole batch, but private "
+            "steps need one loss per row, so the override would be ignored. Pass compute_loss_func=(outputs, labels) "
+            "-> (B,), which computes each row's loss from that row only"
         )
 
 
@@ -206,8 +206,8 @@ def refuse_moved(dataset: Any, num_rows: int, units: UnitIndex) -> None:
     """
     if len(dataset) != num_rows:
         raise ConfigError(
-            f"train_dataset has {len(dataset)} rows, and had {num_rows} when the DPTrainer was made: the rows were "
-            "filtered or extended since, so the plan's units are not theirs. Make a new DPTrainer after the last change"
+            f"train_dataset has {len(dataset)} rows, but had {num_rows} when the DPTrainer was made: the rows were "
+            "filtered or extended since, so the plan's units do not match. Make a new DPTrainer after the last change"
         )
     if units.ids is not None and units.ids.column is not None:
         units.refuse_moved(np.arange(num_rows), column_of(dataset, units.ids.column))
@@ -222,5 +222,5 @@ def refuse_replaced(now: Any, given: Any) -> None:
     if now is not given:
         raise ConfigError(
             "train_dataset was replaced after the DPTrainer was made, but the plan's units and lengths are those of "
-            f"the first data set ({len(given)} rows). Make a new DPTrainer for the other data set"
+            f"the first data set ({len(given)} rows). Make a new DPTrainer for the new data set"
         )

@@ -83,8 +83,8 @@ def _to_continue(folder: Path) -> Path | None:
     if not (folder / LEDGER_FILE).exists():
         if checkpoint is not None:
             raise CheckpointError(
-                f"{folder} holds {checkpoint.name} but no {LEDGER_FILE}: the steps of that run are not charged. "
-                "Put the run's own ledger back, or set train.output_dir to an empty folder"
+                f"{folder} holds {checkpoint.name} but no {LEDGER_FILE}, so the steps of that run are not charged. "
+                "Restore the run's own ledger, or set train.output_dir to an empty folder"
             )
         return None
     ledger = read_ledger(folder / LEDGER_FILE)
@@ -97,11 +97,11 @@ def _to_continue(folder: Path) -> Path | None:
         return None  # a new run may replace it (`dpllm.privacy.run_folder`)
     if checkpoint is not None:
         return checkpoint
-    last = f"; {passed_over[0][0].name} is not whole ({passed_over[0][1].rstrip('.')})" if passed_over else ""
+    last = f"; {passed_over[0][0].name} is incomplete ({passed_over[0][1].rstrip('.')})" if passed_over else ""
     raise CheckpointError(
-        f"The ledger in {folder} charges {ledger.num_steps} steps, and no whole checkpoint holds them{last}: there "
-        "is nothing to resume from. The steps stay charged; set train.output_dir to another folder for a new run, "
-        "and save more often (train.save_steps)"
+        f"The ledger in {folder} charges {ledger.num_steps} steps, but no whole checkpoint holds them{last}, so "
+        "there is nothing to resume from. The steps stay charged; set train.output_dir to another folder for a new "
+        "run, and save more often (train.save_steps)"
     )
 
 
@@ -123,8 +123,8 @@ def refuse_to_go_back(folder: str | Path, checkpoint: str | Path) -> None:
         return
     if _has_model(folder, ledger):
         raise CheckpointError(
-            f"The run in {folder} is completed ({ledger.num_steps} steps) and its model is saved; {checkpoint} has "
-            f"taken {taken}. A resume would take no step and replace the model by older weights. To use the older "
+            f"The run in {folder} is completed ({ledger.num_steps} steps) and its model is saved, but {checkpoint} "
+            f"has taken {taken}. A resume would take no step and replace the model by older weights. To use the older "
             f"weights, load {checkpoint}, whose report states the same ε; for another run, set train.output_dir to "
             "another folder"
         )
@@ -150,7 +150,7 @@ def refuse_empty_model(folder: str | Path, checkpoint: str | Path) -> None:
     charged = read_ledger(Path(folder) / LEDGER_FILE)
     if charged.num_steps >= (charged.steps_allowed or PrivacyPlan.load(Path(folder) / PLAN_FILE).num_steps):
         raise CheckpointError(
-            f"All {charged.num_steps} steps of the run in {folder} are charged, and only {checkpoint}, the weights "
+            f"All {charged.num_steps} steps of the run in {folder} are charged, but only {checkpoint}, the weights "
             "before the first step, is left: a resume would take no step and release an untrained model. Set "
             "train.output_dir to another folder for a new run, and save more often (train.save_steps)"
         )
@@ -265,7 +265,7 @@ def run_so_far(folder: str | Path, planned: PrivacyPlan) -> RunSoFar | None:
             return RunSoFar(f"{so_far}, and the run is under way", charged)
         if plan.hash != planned.hash:
             return RunSoFar(
-                f"{so_far}, under another plan than this one, so it is not continued with these settings. Set "
+                f"{so_far}, under a different plan, so this run cannot continue it. Set "
                 "train.output_dir to another folder, or restore the settings of that run",
                 charged,
             )
@@ -337,7 +337,7 @@ def lost_words(checkpoint: str, charged: int, lost: int, left: int) -> str:
     were = "step was" if charged == 1 else "steps were"
     them, they = ("it", "it stays") if lost == 1 else ("them", "they stay")
     return (
-        f"{lost:,} of {charged:,} charged {were} lost: {checkpoint} does not hold {them}, and {they} charged. "
+        f"{lost:,} of {charged:,} charged {were} lost: {checkpoint} does not contain {them}, and {they} charged. "
         f"{_remain(left)}"
     )
 
@@ -409,8 +409,8 @@ def require_shared_folder(folder: str | Path, processes: Processes) -> None:
         shown = ", ".join(blind[:8]) + (f" and {len(blind) - 8} more" if len(blind) > 8 else "")
         raise ConfigError(
             f"The output folder {told} of rank 0 (on {answers[0][1]}) is not the one that {shown} sees, so files "
-            "written by rank 0 cannot be read there. Set train.output_dir to one folder on "
-            "a file system that all machines share, the same on every process; nothing was charged"
+            "written by rank 0 cannot be read there. Set train.output_dir to the same folder on every process, on "
+            "a file system that all machines share; nothing was charged"
         )
 
 

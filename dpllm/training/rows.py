@@ -75,29 +75,29 @@ class TrainingRows:
         """Check the kinds of the fields, and the value of `max_tokens`, which may be a word."""
         if not isinstance(self.units, UnitIndex):
             raise ConfigError(
-                f"units is of the type {type(self.units).__name__}; give a dpllm.data.units.UnitIndex, for instance "
+                f"units is of type {type(self.units).__name__}: pass a dpllm.data.units.UnitIndex, for instance "
                 "UnitIndex.one_row_per_unit(num_rows)"
             )
         lengths = self.lengths
         if not isinstance(lengths, np.ndarray) or lengths.ndim != 1 or lengths.dtype.kind not in "iu":
             kind = f"an array of {lengths.dtype}, shape {lengths.shape}" if isinstance(lengths, np.ndarray) else ""
             raise ConfigError(
-                f"lengths is {kind or f'of the type {type(lengths).__name__}'}; give a NumPy array with the number of "
+                f"lengths is {kind or f'of type {type(lengths).__name__}'}: pass a NumPy array with the number of "
                 "tokens of every row, for instance np.array([len(row) for row in rows])"
             )
         if (least := int(np.max(self.units.rows, initial=-1)) + 1) > len(lengths):
             raise ConfigError(
-                f"There are lengths of {len(lengths)} rows, but units names {least} rows. Give one length for each row"
+                f"There are {len(lengths)} lengths, but units names {least} rows. Pass one length for each row"
             )
         for name, value in (("fetch", self.fetch), ("collate", self.collate)):
             if not callable(value):
-                raise ConfigError(f"{name} is of the type {type(value).__name__}; give a function")
+                raise ConfigError(f"{name} is of type {type(value).__name__}: pass a function")
         object.__setattr__(self, "fetch", RowReader(reader_of(self.fetch).fetch, self.units))
         if not isinstance(self.collate, RowByRow):
             made = RowByRow(self.collate, self.pad_token_id, self.padding_side, packed=self.packed)
             object.__setattr__(self, "collate", made)
         if isinstance(self.max_tokens, str) and self.max_tokens != AUTO:
-            raise ConfigError(f'max_tokens is {self.max_tokens!r}; give a whole number, "auto" or None')
+            raise ConfigError(f'max_tokens is {self.max_tokens!r}: pass a whole number, "auto" or None')
 
     def try_reading(self) -> None:
         """Make a batch of some rows as steps do, so that a mistake is found before anything is charged.
@@ -133,11 +133,11 @@ class TrainingRows:
             raise
         except Exception as error:
             threads = (
-                ", and with fetch_ahead it is called in a thread of its own. If the error names threads or an event "
+                ", and with fetch_ahead it is called in its own thread. If the error mentions threads or an event "
                 "loop, leave fetch_ahead out"
             )
             raise ConfigError(
-                f"{what} failed for a row by itself ({type(error).__name__}: {error}). It has to take a single row"
+                f"{what} failed for a single row ({type(error).__name__}: {error}). It must accept a single row"
                 f"{threads if self.fetch_ahead else ''}"
             ) from error
         finally:
@@ -159,13 +159,13 @@ class TrainingRows:
         if plan.unit == "user" and units.made_of == ONE_ROW:
             raise ConfigError(
                 f"The plan protects users (column {plan.unit_column!r}), but the index makes each row a unit "
-                "(UnitIndex.one_row_per_unit): ε would hold only for a single row. Make the index with "
+                "(UnitIndex.one_row_per_unit), so ε would hold only for a single row. Make the index with "
                 "UnitIndex.from_ids(ids, max_rows_per_unit, column=...) from the users' ids"
             )
         if units.rows_per_owner > plan.event.moves:
             raise ConfigError(
                 f"Up to {units.rows_per_owner} rows of one user are drawn separately, but the plan accounts for "
-                f"{plan.event.moves}. Make both from the same max_rows_per_unit and sampling"
+                f"{plan.event.moves}. Make both with the same max_rows_per_unit and sampling"
             )
         if plan.sampling == "unit" and bound is not None and units.max_rows > bound:
             raise ConfigError(

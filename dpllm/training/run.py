@@ -157,13 +157,13 @@ class PrivateRun:
         """Check that the processes agree, and share the entropy of the draws."""
         if (seed is not None) != plan.seeded:
             raise ConfigError(
-                f"The seed of the run is {seed} and the plan has seeded={plan.seeded}: the report would state the "
+                f"The seed of the run is {seed}, but the plan has seeded={plan.seeded}, so the report would state the "
                 "entropy wrongly. Set privacy.seed, which sets both, or neither"
             )
         if plan.event.restarts and ledger.has_run:
             raise ConfigError(
-                "A run of this process has this ledger already, and its noise is correlated over steps: another run on "
-                "it begins a new cycle of draws and noise, which the ledger does not state. Use PrivateRun.resume"
+                "A run in this process already uses this ledger, and its noise is correlated over steps: another run "
+                "would begin a new cycle of draws and noise, which the ledger does not state. Use PrivateRun.resume"
             )
         self.processes = Processes()
         if self.processes.size > 1:  # one process has nobody to agree with
@@ -360,7 +360,7 @@ class PrivateRun:
     def _require_detached(self) -> None:
         """Raise `ConfigError` if a model is attached: `detach` notes its weights, from which the next one goes on."""
         if self._attached is not None:
-            raise ConfigError("A model is attached to the run: call detach() before another one is attached")
+            raise ConfigError("A model is already attached to the run: call detach() before attaching another one")
 
     def require_attached(self, model: Any) -> None:
         """Make sure that a model to be saved is the one that the run trains; checks this process only.
@@ -370,9 +370,9 @@ class PrivateRun:
         """
         if self._attached is not None and model_inside(model) is not self._attached.model:
             raise WatchError(
-                "The model to be saved is not the one that the run trains: it was replaced during the training, and "
-                "the report would describe weights that are not in the folder. Put the trained model back before you "
-                "save. Merge an adapter after train(), or by merge_adapter=True; evaluate other weights in a copy"
+                "The model to be saved is not the one that the run trains: it was replaced during the training, so "
+                "the report would describe weights that are not in the folder. Restore the trained model before you "
+                "save. Merge an adapter after train(), or with merge_adapter=True; evaluate other weights in a copy"
             )
 
     def freeze_unused(self, model: Any, loss_of: LossOf) -> list[str]:
@@ -394,7 +394,7 @@ class PrivateRun:
         """
         if self._attached is not None:
             raise ConfigError(
-                "A model is attached to the run. Call freeze_unused before attach and before the optimizer"
+                "A model is already attached to the run. Call freeze_unused before attach and before the optimizer"
             )
         names = self.processes.together(lambda: freeze_unused(model, self.rows, loss_of))
         self.processes.agree({"the parameters that no loss reaches": names})
@@ -423,8 +423,8 @@ class PrivateRun:
         if present_N is not None:
             if np.shape(present_N) != (self.rows.units.num_units,) or np.asarray(present_N).dtype != np.bool_:
                 raise DrawError(
-                    f"present_N has shape {np.shape(present_N)} and dtype {np.asarray(present_N).dtype}; one bool for "
-                    f"each of the {self.rows.units.num_units} units is needed"
+                    f"present_N has shape {np.shape(present_N)} and dtype {np.asarray(present_N).dtype}, but must be "
+                    f"one bool for each of the {self.rows.units.num_units} units"
                 )
             present_N = np.array(present_N)
             if not bool(present_N.all()):
@@ -448,7 +448,7 @@ class PrivateRun:
         """
         if not self.plan.seeded and self.plan.noise_multiplier > 0:
             raise DrawError(
-                f"The plan states ε = {format_epsilon(self.plan.epsilon)}, which holds for units that its sampler "
+                f"The plan states ε = {format_epsilon(self.plan.epsilon)}, which holds only for units that its sampler "
                 "draws. Take them from `draws`; chosen units need a run that is not private (privacy.seed, or a noise "
                 "multiplier of 0)"
             )
@@ -679,8 +679,8 @@ class PrivateRun:
         """
         if self._finished:
             raise LedgerError(
-                f"The run in {self.ledger.path.parent} has ended: finish() was called before. Its report is in that "
-                "folder; to take steps that are left, call PrivateRun.resume"
+                f"The run in {self.ledger.path.parent} has already ended with finish(), and its report is in that "
+                "folder. To take the remaining steps, call PrivateRun.resume"
             )
         self._draws.end(self.ledger.num_steps)
         self.check_before_saving()
@@ -790,7 +790,7 @@ class PrivateRun:
                 steps that the ledger does not hold; or the weights are not those that it was saved with.
         """
         if not {"plan_hash", "ledger"} <= state.keys():
-            raise LedgerError("The checkpoint names no plan or no ledger. Give what state_dict() of a run returned")
+            raise LedgerError("The checkpoint names no plan or no ledger. Pass what state_dict() of a run returned")
         if state["plan_hash"] != self.plan.hash:
             raise LedgerError(
                 f"The checkpoint was made under the plan {state['plan_hash'][:12]}, but the plan of this run is "
@@ -809,12 +809,12 @@ def _refuse_other_kinds(averaging: Any, lr_scheduler: Any) -> None:
     """Refuse an average that is only a specification, and a schedule that follows a loss or an evaluation."""
     if averaging is not None and not isinstance(averaging, Averaging):
         raise ConfigError(
-            f"averaging is {averaging!r}; pass Averaging(average_of({averaging!r}), num_steps) of "
-            "dpllm.training.averaging, which the loop keeps"
+            f"averaging is {averaging!r}: pass Averaging(average_of({averaging!r}), num_steps) from "
+            "dpllm.training.averaging"
         )
     if takes_metrics(lr_scheduler):
         raise ConfigError(
             f"lr_scheduler is a {type(lr_scheduler).__name__}, whose step() takes a loss or an evaluation. "
-            "Figures of private rows would reach the weights, which ε does not cover. Use a schedule of the "
+            "Figures of private rows would influence the weights, which ε does not cover. Use a schedule of the "
             "step number, such as LambdaLR"
         )

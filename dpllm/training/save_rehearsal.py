@@ -91,7 +91,7 @@ def rehearse(
     """
     model = getattr(model, "_orig_mod", model)
     if not is_whole(model):
-        return "the way out was not rehearsed, since the model is divided over processes"
+        return "saving was not rehearsed, since the model is sharded over processes"
     folder = Path(str(args.output_dir))
     folder.mkdir(parents=True, exist_ok=True)
     done = []
@@ -122,8 +122,8 @@ def rehearse(
     return f"rehearsal: {', '.join(done)}"
 
 
-_AS_PUBLISHED = "Compare the model's configuration with that of its published files, and mend it"
-_OTHER_TOKENIZER = "Give a tokenizer whose save_pretrained and from_pretrained give it back"
+_AS_PUBLISHED = "Compare the model's configuration with that of its published files, and correct it"
+_OTHER_TOKENIZER = "Use a tokenizer that from_pretrained loads unchanged after save_pretrained"
 
 
 @contextlib.contextmanager
@@ -147,8 +147,8 @@ def _cause(error: Exception, model: Any, tokenizer: Any, args: Any, place: Path)
     """Find the part that cannot be saved: each is saved alone."""
     inner = _inside(model)
     parts = [
-        ("model.generation_config", getattr(inner, "generation_config", None), "Correct this value of it"),
-        ("model.config", getattr(inner, "config", None), "Correct this value of it"),
+        ("model.generation_config", getattr(inner, "generation_config", None), "Correct this value in it"),
+        ("model.config", getattr(inner, "config", None), "Correct this value in it"),
         ("the tokenizer", tokenizer, _OTHER_TOKENIZER),
     ]
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
@@ -162,7 +162,7 @@ def _cause(error: Exception, model: Any, tokenizer: Any, args: Any, place: Path)
     try:
         pickle.dumps(args)
     except Exception as found:  # any: an attribute of somebody's own
-        return f"the training arguments cannot be saved: {_words(found)}", "Leave out the value that cannot be pickled"
+        return f"the training arguments cannot be saved: {_words(found)}", "Remove the value that cannot be pickled"
     if isinstance(error, RuntimeError) and "share" in str(error):
         remedy = "Copy one of them (nn.Parameter(weight.clone())), or name them in the class's _tied_weights_keys"
         return f"weights that several layers share cannot be saved: {_words(error)}", remedy
@@ -248,14 +248,14 @@ def _require_all_saved(model: Any) -> None:
     ]
     if lost:
         raise ConfigError(
-            f"{lost[0]} is trained, and PEFT saves only the adapter, without it ({len(lost)} such weights): freeze it, "
+            f"{lost[0]} is trained, and PEFT saves only the adapter, without it ({len(lost)} such weights). Freeze it, "
             "or name its module in modules_to_save of the adapter's configuration. Nothing was charged"
         )
     task = task_of(_inside(model))
     heads = new_heads(model) if task is not None and TASKS[task].labels != "text" else []
     if lost := [name for name in heads if prefix not in name and f"base_model.model.{name}" not in state]:
         raise ConfigError(
-            f"{lost[0]} is new, and PEFT saves only the adapter, without it: each load would make another one. Name "
+            f"{lost[0]} is new, but PEFT saves only the adapter, so each load would make another one. Name "
             "its module in modules_to_save of the adapter's configuration. Nothing was charged"
         )
 
@@ -323,7 +323,7 @@ def _loads_adapter(model: PeftModel, kind: Any, folder: Path) -> bool:
     rows = [getattr(one.get_input_embeddings(), "num_embeddings", None) for one in (inner, _inside(loaded))]
     if rows[0] != rows[1]:
         raise ValueError(
-            f"the embedding has {rows[0]} rows here and {rows[1]} in the base model's files, and the adapter does not "
+            f"the embedding has {rows[0]} rows here but {rows[1]} in the base model's files, and the adapter does not "
             "hold the added ones (name the embedding in modules_to_save)"
         )
     _require_same_names(get_peft_model_state_dict(model, adapter_name=str(name)), get_peft_model_state_dict(loaded))
@@ -339,7 +339,7 @@ def _require_same_names(saved: Mapping[str, Any], loaded: Mapping[str, Any]) -> 
         if name not in loaded:
             raise ValueError(f"{name} is not loaded")
         if isinstance(value, Tensor) and value.shape != loaded[name].shape:
-            raise ValueError(f"{name} has the shape {tuple(value.shape)} here and {tuple(loaded[name].shape)} there")
+            raise ValueError(f"{name} has the shape {tuple(value.shape)} here but {tuple(loaded[name].shape)} there")
 
 
 def _require_equal(saved: Mapping[str, Any], loaded: Mapping[str, Any], padding: int | None = None) -> None:
@@ -354,7 +354,7 @@ def _require_equal(saved: Mapping[str, Any], loaded: Mapping[str, Any], padding:
         if differs.dim() == 2 and padding is not None and 0 <= padding < len(differs):
             differs[padding] = False
         if differs.any():
-            raise ValueError(f"{name} has other values after loading")
+            raise ValueError(f"{name} has different values after loading")
 
 
 def _load_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -363,7 +363,7 @@ def _load_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     loaded = kind.from_pretrained(str(folder), **NO_CODE)
     ids = [one(_TEXT, add_special_tokens=True)["input_ids"] for one in (tokenizer, loaded)]
     if ids[0] != ids[1] or len(tokenizer) != len(loaded):
-        raise ValueError("it makes other tokens of the same text after loading")
+        raise ValueError("it makes different tokens from the same text after loading")
 
 
 # ------------------------------------------------------------------------ output
@@ -392,7 +392,7 @@ def _one_output(model: Any, tokenizer: Any, rows: int) -> str:
     model.eval()
     writes = TASKS[task].labels == "text"
     if writes and not inner.can_generate():
-        return "no token generated, since its class cannot"
+        return "no token generated, since its class cannot generate"
     try:
         if writes:
             model.generate(**inputs, max_new_tokens=1, disable_compile=True)
@@ -406,8 +406,8 @@ def _one_output(model: Any, tokenizer: Any, rows: int) -> str:
     except Exception as error:  # any, as above
         if writes and _writes_by_default(model, inputs):
             raise ConfigError(
-                f"The run would have no result: with its model.generation_config the model writes no text: "
-                f"{_words(error)}. Correct this value of it. Nothing was charged"
+                f"The run would have no result: with its model.generation_config the model cannot generate text: "
+                f"{_words(error)}. Correct this value in it. Nothing was charged"
             ) from error
         return f"no output for a text ({_words(error)[:120]})"
 
@@ -417,7 +417,7 @@ def _classify_two(model: Any, inputs: Mapping[str, Tensor]) -> None:
         model(**{name: value.repeat(2, 1) for name, value in inputs.items()})
     except Exception as error:  # any, as above
         raise ConfigError(
-            "model.config.pad_token_id is None, and the classifier takes several rows only with one "
+            "model.config.pad_token_id is None, but without it the classifier cannot take several rows "
             f"({_words(error)}): set model.config.pad_token_id = tokenizer.pad_token_id. Nothing was charged"
         ) from error
 
@@ -527,11 +527,11 @@ def until_there_is_room(
                 kept = (
                     f"A copy of the trained weights is in {copy}"
                     if copy is not None
-                    else "The trained weights are only in the memory of this process, and ending it loses them"
+                    else "The trained weights are only in this process's memory, and ending it loses them"
                 )
                 logger.error(
-                    "The disk of %s is full, and %s are needed. All steps of the run are charged. %s. Make room: the "
-                    "files are then written by themselves",
+                    "The disk of %s is full, and %s are needed. All steps of the run are charged. %s. Free some space; "
+                    "the files are then written automatically",
                     *(folder, size_in_words(needed), kept),
                 )
             time.sleep(_PAUSE)

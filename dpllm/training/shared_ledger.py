@@ -29,8 +29,8 @@ from dpllm.privacy.stated import planned_steps, stated_starts, steps_allowed, ta
 from dpllm.training.adaptive_threshold import Threshold
 
 NOT_SETTLED = (
-    "The run ended, and its budget {file} could not be settled ({error}). All its planned steps stay reserved there. "
-    "Put the file back in its place, and run `dpllm budget settle` with it and this folder."
+    "The run ended, but its budget {file} could not be settled ({error}), so all its planned steps stay reserved "
+    "there. Restore the file, and run `dpllm budget settle` with it and this folder."
 )
 
 
@@ -159,8 +159,8 @@ class SharedLedger:
             named = read_ledger(path).runs[0].get("budget")
             if (named or {}).get("file") != (None if budget_file is None else Path(budget_file).name):
                 raise LedgerError(
-                    f"{path} is charged to {named['file'] if named else 'no budget file'}, and privacy.budget_file is "
-                    f"{budget_file}: its steps would be counted twice, or not at all. Resume with the first file"
+                    f"{path} is charged to {named['file'] if named else 'no budget file'}, but privacy.budget_file is "
+                    f"{budget_file}, so its steps would be counted twice or not at all. Resume with the first file"
                 )
             ours = all(run["plan_hash"] == plan.hash for run in read_ledger(path).runs)
             if ours and PrivacyPlan.load(Path(path).parent / PLAN_FILE).hash != plan.hash:
@@ -283,8 +283,8 @@ class SharedLedger:
         """
         if self._handed_over:
             raise LedgerError(
-                f"A run of this process moves the clip threshold in {self.path} already. A threshold that anything "
-                "else moves can hold private values. Use that run, or PrivateRun.resume"
+                f"A run in this process already moves the clip threshold in {self.path}. A threshold that anything "
+                "else moves can contain private values. Use that run, or PrivateRun.resume"
             )
         self._handed_over = True
         return self._threshold

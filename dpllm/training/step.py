@@ -284,8 +284,8 @@ def refuse_unfinished(engine: Engine) -> None:
     """
     if engine.unfinished:
         raise ValueError(
-            "A private step on this engine failed half-way, and parts of its sum are still held: they would be "
-            "released under the noise of another step. Start again from a checkpoint."
+            "A private step on this engine failed half-way, and parts of its sum are still stored: they would be "
+            "released under another step's noise. Start again from a checkpoint."
         )
 
 
@@ -308,7 +308,7 @@ def _check(clipper: UnitClipper, plan: PrivacyPlan, ledger: Charges, engine: Eng
     refuse_leftovers(clipper, engine)
     if not plan.mechanism.allows(clipper.clipping):
         raise ValueError(
-            f"The clipper bounds each unit by {clipper.clipping}, the plan accounts for {plan.mechanism.clipping}. "
+            f"The clipper bounds each unit by {clipper.clipping}, but the plan accounts for {plan.mechanism.clipping}. "
             "Build the clipper with plan.mechanism.clipping."
         )
     planned = ledger.steps_planned or plan.num_steps

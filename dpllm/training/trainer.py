@@ -178,7 +178,7 @@ class LogicalBatches:
 
 _CONTROLS = ("training_stop", "epoch_stop", "save", "evaluate", "log")  # decisions of a TrainerControl
 _SEARCH = (
-    "Hyper-parameter search trains many models on the private data, and each of them costs privacy. Search on public "
+    "Hyperparameter search trains many models on the private data, and each of them costs privacy. Search on public "
     "data, or account for every run, as `dpllm tune` does."
 )
 
@@ -414,7 +414,7 @@ class DPTrainer(TrainerOutputs):
         refuse_changed_rows(self._prepared, self.train_dataset)
         if self.model_init is not None:
             raise ConfigError(
-                "model_init was set on the DPTrainer, and the model that it makes was not checked: pass it to the "
+                "model_init was set on the DPTrainer, so the model that it makes was not checked: pass it to the "
                 "constructor, which calls it once"
             )
         self._make_later_rows()
@@ -422,9 +422,9 @@ class DPTrainer(TrainerOutputs):
         refuse_changed(self.args, self.argument_table)
         if self.args.max_steps != (steps := self.plan.num_steps if self._run is None else self._run.steps_planned):
             raise ConfigError(
-                f"train.max_steps is {self.args.max_steps}, and the run was planned with {steps} steps when DPTrainer "
-                "was made: noise and ε depend on their number. Set max_steps or num_train_epochs in the arguments that "
-                "DPTrainer gets"
+                f"train.max_steps is {self.args.max_steps}, but the run was planned with {steps} steps when DPTrainer "
+                "was made, and noise and ε depend on their number. Set max_steps or num_train_epochs in the arguments "
+                "of DPTrainer"
             )
         refuse_steering(self.args, self.callback_handler.callbacks, self.lr_scheduler, self.eval_is_public)
         folder = Path(str(self.args.output_dir))
@@ -556,7 +556,7 @@ class DPTrainer(TrainerOutputs):
             if len(set(by_rank)) > 1:
                 shown = told_by_rank([bool(flag) for flag in by_rank])
                 raise DisagreementError(
-                    f"A callback set control.should_{name} on some processes only ({shown}), and they would wait for "
+                    f"A callback set control.should_{name} on some processes only ({shown}), so they would wait for "
                     "each other. Decide on one process, and send the decision to the others"
                 )
         stops = self._stops_on_signal = any(requests)  # all after the same step, or none
@@ -714,7 +714,7 @@ class DPTrainer(TrainerOutputs):
         rows = self._rows_of_raw(train, "train_dataset", keep)
         if collator is not None and is_raw(train, rows):
             raise ConfigError(
-                "train_dataset has raw columns, which are tokenised and padded here, and a data_collator is given as "
+                "train_dataset has raw columns, which DPTrainer tokenises and pads, but a data_collator is given as "
                 "well: leave data_collator out, or tokenise the rows before"
             )
         if is_raw(train, rows) and not is_stored(train):

@@ -91,8 +91,8 @@ from dpllm.training.training_log import LogKeeper, covered_state, refuse_random_
 logger = logging.get_logger(__name__)
 
 LOST_NOTES = (
-    "An earlier report in this folder could not be read, so this one lacks the notes in it (an audit, other uses of "
-    "the data). Note them again with `dpllm report`, or confirm that there were none."
+    "An earlier report in this folder could not be read, so this one lacks its notes (an audit, other uses of "
+    "the data). Add them again with `dpllm report`, or confirm that there were none."
 )
 
 
@@ -384,17 +384,17 @@ class TrainerOutputs(ContinuedTrainer):
             ledger.append_open_point(point)
         for name in own_callbacks(self.callback_handler.callbacks):
             ledger.append_open_point(
-                f"The callback {name} runs within training, where it can read losses of private rows: make sure that "
+                f"The callback {name} runs during training, where it can read losses of private rows: make sure that "
                 "neither learning rate, nor weights, nor the end of training follow them."
             )
         for name in own_methods(self):
             ledger.append_open_point(
-                f"The method {name} of a Trainer of one's own runs within training, where it can read losses of "
+                f"The method {name} of a custom Trainer runs during training, where it can read losses of "
                 "private rows: make sure that neither learning rate, nor weights, nor the end of training follow them."
             )
         for name in own_metrics(self):
             ledger.append_open_point(
-                f"The function {name} computes metrics within training, where it reads losses or outputs of private "
+                f"The function {name} computes metrics during training, where it reads losses or outputs of private "
                 "rows: make sure that neither learning rate, nor weights, nor the end of training follow them."
             )
         for what, count in self._noted_before.items():
@@ -691,7 +691,7 @@ class TrainerOutputs(ContinuedTrainer):
         if refused:
             raise ConfigError(
                 f"create_model_card({refused[0]}=...) is for a card's evaluation results, which ε does not cover. "
-                "Leave it out; figures for the report go into DPTrainer.notes"
+                "Leave it out; pass figures for the report in DPTrainer.notes"
             )
         if self.ledger is None:
             raise ValueError("There is no guarantee for a card before train(): call it first.")
@@ -731,8 +731,8 @@ class TrainerOutputs(ContinuedTrainer):
             )
         except HFValidationError as error:
             raise ConfigError(
-                f"train.hub_model_id: {name!r} is no name of the Hub: write owner/name, of letters, digits, '-', '_' "
-                "and '.'"
+                f"train.hub_model_id: {name!r} is not a valid Hub name: write owner/name, with letters, digits, '-', "
+                "'_' and '.'"
             ) from error
         except LocalTokenNotFoundError as error:
             raise ConfigError(

@@ -229,8 +229,8 @@ def open_ledger(prepared: Prepared, folder: Path, resume: bool, public: Sequence
         return SharedLedger.open(path, plan, processes, budget, rows.contents, public)
     if processes.from_main(lambda: is_used(path)):
         raise ConfigError(
-            f"{folder} already holds a private run ({LEDGER_FILE}). Its record is evidence for the model beside "
-            f"it and is not overwritten: set "
+            f"{folder} already holds a private run ({LEDGER_FILE}). Its record is evidence for the model in the folder "
+            f"and is not overwritten: set "
             "train.output_dir to another folder, or resume from its checkpoint."
         )
     processes.together(rows.try_reading)

@@ -76,7 +76,7 @@ def refuse_random_states(folder: Path) -> None:
     if found:
         raise CheckpointError(
             f"{found[0]} holds the state of random generators, which reveals how many random numbers private rows "
-            "took. A checkpoint must not contain it: remove the callback or hook that writes it"
+            "used. A checkpoint must not contain it: remove the callback or hook that writes it"
         )
 
 

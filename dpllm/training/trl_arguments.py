@@ -152,7 +152,7 @@ def checked_config(args: Any, name: str, table: Mapping[str, Argument], purpose:
     kind = getattr(require_trl(purpose), name)
     if not isinstance(args, kind):
         raise ConfigError(
-            f"args is of type {type(args).__name__}, and {purpose} needs trl.{name}, whose options say how rows are "
+            f"args is of type {type(args).__name__}, but {purpose} needs trl.{name}, whose options say how rows are "
             f"made: args=trl.{name}(output_dir=..., max_steps=...)"
         )
     refuse_by_table(args, {**ARGUMENTS, **table})

@@ -93,24 +93,24 @@ def model_for(model: Any, args: Any, peft_config: Any, purpose: str) -> nn.Modul
         model = load_pretrained(AutoModelForCausalLM, model, new_head=False, **options)
     elif args.model_init_kwargs or args.trust_remote_code:
         raise ConfigError(
-            "args.model_init_kwargs and args.trust_remote_code are for a model that is given by its name, and this one "
+            "args.model_init_kwargs and args.trust_remote_code are for a model that is given by its name, but this one "
             f"is of type {type(model).__name__}: leave them out"
         )
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is of type {type(model).__name__}: pass a model, or its name")
     if task_of(model) != "causal_lm":
         raise ConfigError(
-            f"{purpose} trains causal language models, and this is a {type(model).__name__}. Use dpllm.DPTrainer"
+            f"{purpose} trains causal language models, but this is a {type(model).__name__}. Use dpllm.DPTrainer"
         )
     if peft_config is None:
         return model
     if not isinstance(peft_config, PeftConfig):
         raise ConfigError(
-            f"peft_config is of type {type(peft_config).__name__}: pass a configuration of PEFT, such as "
+            f"peft_config is of type {type(peft_config).__name__}: pass a PEFT configuration, such as "
             "peft.LoraConfig(r=16, target_modules='all-linear')"
         )
     if isinstance(model, PeftModel):
-        raise ConfigError("peft_config describes an adapter, and the model has one already: leave peft_config out")
+        raise ConfigError("peft_config describes an adapter, but the model already has one: leave peft_config out")
     adapted: nn.Module = get_peft_model(model, peft_config)
     return adapted
 
@@ -129,7 +129,7 @@ def tokenizer_for(tokenizer: Any, model: Any, args: Any) -> PreTrainedTokenizerB
     if tokenizer is None:
         name = str(getattr(model.config, "_name_or_path", "") or "")
         if not name:
-            raise ConfigError("the model has no name, so its tokenizer is not known: pass processing_class")
+            raise ConfigError("the model has no name, so its tokenizer is unknown: pass processing_class")
         try:
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=args.trust_remote_code)
         except MemoryError:
@@ -138,14 +138,14 @@ def tokenizer_for(tokenizer: Any, model: Any, args: Any) -> PreTrainedTokenizerB
             raise not_loaded("tokenizer", name, error) from error
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ConfigError(
-            f"processing_class is of type {type(tokenizer).__name__}, and texts need a tokenizer: pass the tokenizer "
-            "of the processor (processor.tokenizer)"
+            f"processing_class is of type {type(tokenizer).__name__}, but texts need a tokenizer: pass the processor's "
+            "tokenizer (processor.tokenizer)"
         )
     ends = getattr(args, "eos_token", None)
     for field, token in (("eos_token", ends), ("pad_token", args.pad_token)):
         if token is not None:
             if token not in tokenizer.get_vocab():
-                raise ConfigError(f"{field}={token!r} is no token of the tokenizer: take one of its tokens")
+                raise ConfigError(f"{field}={token!r} is not in the tokenizer's vocabulary: use one of its tokens")
             setattr(tokenizer, field, token)
     if tokenizer.eos_token is None:
         raise ConfigError("the tokenizer has no end-of-sequence token, which ends each text: set one in it")
@@ -175,13 +175,13 @@ def take_template(tokenizer: Any, path: str | None) -> None:
         return
     if not path.endswith(_TEMPLATES) or not Path(path).is_file():
         raise ConfigError(
-            f"chat_template_path={path!r} is no Jinja file. For the template of another tokenizer, which may add "
+            f"chat_template_path={path!r} is not a Jinja file. For the template of another tokenizer, which may add "
             "tokens, call model, tokenizer, _ = trl.clone_chat_template(model, tokenizer, path) first, and pass both"
         )
     try:
         tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"chat_template_path={path!r} is no UTF-8 text: save it as UTF-8") from error
+        raise ConfigError(f"chat_template_path={path!r} is not UTF-8 text: save it as UTF-8") from error
 
 
 def marking_template(tokenizer: Any) -> str | None:
@@ -198,7 +198,7 @@ def marking_template(tokenizer: Any) -> str | None:
 
     if not tokenizer.chat_template:
         raise ConfigError(
-            "assistant_only_loss=True needs a chat template, and the tokenizer has none: give chat_template_path"
+            "assistant_only_loss=True needs a chat template, but the tokenizer has none: set chat_template_path"
         )
     template = None
     if not has_generation_markers(tokenizer.chat_template):
@@ -207,12 +207,12 @@ def marking_template(tokenizer: Any) -> str | None:
         except ValueError as error:
             raise ConfigError(
                 "assistant_only_loss=True: the chat template does not mark the assistant's words, and TRL has no "
-                "version of it that does. Write {% generation %} and {% endgeneration %} around them in it"
+                "version of it that does. Put {% generation %} and {% endgeneration %} around them in the template"
             ) from error
     if not is_chat_template_stop_token_trained(tokenizer, chat_template=template):
         logger.warning(
-            "The chat template leaves the end of the assistant's turn out of the words that have loss: the model may "
-            "not learn to stop. Move the end-of-turn token before {%% endgeneration %%}."
+            "The chat template leaves the end of the assistant's turn out of the words that enter the loss, so the "
+            "model may not learn to stop. Move the end-of-turn token before {%% endgeneration %%}."
         )
     return template
 

@@ -77,8 +77,8 @@ def renamed(records: datasets.Dataset, config: DataConfig, unit_column: str | No
     names = {own: its for own, its in config.form.trl_names.items() if own in records.column_names}
     if unit_column in names or unit_column in names.values():
         raise ConfigError(
-            f"data.columns.unit={unit_column!r} has the name of a column of texts ({', '.join(names)}): give the ids "
-            "another column"
+            f"data.columns.unit={unit_column!r} is also the name of a text column ({', '.join(names)}): rename the "
+            "column with the ids"
         )
     for name in (*BESIDE, "ref_chosen_logps", "ref_rejected_logps", unit_column):
         if name is not None and name in records.column_names:

@@ -64,8 +64,8 @@ class WeightFragments:
         if total != sum(self.sizes.values()):
             raise EngineError(
                 f"The processes hold {int(total)} entries of the trained weights, which have "
-                f"{sum(self.sizes.values())}: this engine divides them in a way that averages cannot follow. Leave "
-                "train.average out, or use another engine (dpllm train --config)"
+                f"{sum(self.sizes.values())}: averages do not support the way in which this engine shards them. Remove "
+                "train.average, or use another engine (dpllm train --config)"
             )
 
     def read(self, name: str) -> Tensor:
@@ -194,8 +194,8 @@ def require_whole_saves(deepspeed: Any) -> None:
     """
     if deepspeed.zero_optimization_stage() == 3 and not deepspeed.zero_gather_16bit_weights_on_model_save():
         raise EngineError(
-            "The DeepSpeed configuration leaves zero_optimization.stage3_gather_16bit_weights_on_model_save out: the "
-            "model would be saved as shards of the weights after the last step, not as their average "
+            "The DeepSpeed configuration does not set zero_optimization.stage3_gather_16bit_weights_on_model_save, so "
+            "the model would be saved as shards of the weights after the last step, not as their average "
             "(train.average). Set it to true"
         )
 

@@ -275,7 +275,7 @@ MISTAKES = {
         "train_dataset has two answers for each prompt: use dpllm.DPDPOTrainer",
     ),
     "no text": ({"train_dataset": [{"text": 7}]}, "train_dataset: column 'text' holds int64, but text is needed"),
-    "collator": ({"data_collator": list}, "raw columns, .* and a data_collator is given as well"),
+    "collator": ({"data_collator": list}, "raw columns, .* but a data_collator"),
     "two models": ({"model_init": list}, "give exactly one of model and model_init, got both"),
     "adapter": ({"peft_config": {"r": 2}}, r"peft_config is of type dict: pass .*LoraConfig"),
     "module": ({"peft_config": LoraConfig(target_modules=["query"])}, "peft_config: target_modules names 'query'"),
@@ -283,7 +283,7 @@ MISTAKES = {
         {"peft_config": LoraConfig(target_modules=["q_proj"], init_lora_weights="corda", corda_config=CordaConfig())},
         "peft_config: init_lora_weights='corda' starts from statistics of the private data",
     ),
-    "names without classes": ({"data": {"class_names": ["a", "b"]}}, "names classes, and a LlamaForCausalLM has none"),
+    "names without classes": ({"data": {"class_names": ["a", "b"]}}, "names classes, but a LlamaForCausalLM has none"),
 }
 
 
@@ -428,7 +428,7 @@ def test_metrics_are_computed_and_counted(tmp_path, folder, public):
     assert counted.get("evaluation during training", 0) == (not public)
     assert counted.get("evaluation on private rows, before or after training", 0) == (not public)
     assert counted["predictions on private rows"] == 1
-    points = [point for point in run.privacy_report()["open_points"] if "computes metrics within training" in point]
+    points = [point for point in run.privacy_report()["open_points"] if "computes metrics during training" in point]
     assert [point.split()[2] for point in points] == ([] if public else ["accuracy", best.__qualname__])
 
 

@@ -69,14 +69,14 @@ SAME = 1e-6
 NEAR = 0.1
 """The largest difference between a pass and the same pass in float64. Larger ones, or no number, show no rounding."""
 _PADDING = (
-    "The model or the loss reads padding: it pools at it (config.pad_token_id is another id), counts positions from it "
-    "(a tokenizer with padding_side='left' under absolute positions), sees it (the collator returns no "
-    "attention_mask), or takes it for targets (dpllm pads labels with -100)",
+    "The model or the loss reads padding: it pools at a padding token (wrong config.pad_token_id), counts positions "
+    "from it (a tokenizer with padding_side='left' and absolute positions), attends to it (the collator returns no "
+    "attention_mask), or counts it as targets (dpllm pads labels with -100)",
     "Set config.pad_token_id, pad on the right, return an attention_mask, and leave padding out of the loss "
-    "(dpllm.per_sequence_loss); or train with one row per microbatch (per_device_train_batch_size: 1)",
+    "(dpllm.per_sequence_loss), or train with one row per microbatch (per_device_train_batch_size: 1)",
 )
 _COMPANY = (
-    "The loss or the model reads the whole batch: it divides by the batch's number of targets, counts equal rows or "
+    "The loss or the model reads the whole batch: it divides by the batch's number of targets, counts equal rows, "
     "uses batch statistics, scales int8 or fp8 over all rows, or draws random numbers from a seed that is set within "
     "the step",
     "Compute each row's loss from its own row (dpllm.per_sequence_loss)",
@@ -249,9 +249,9 @@ def in_words(worst: tuple[Seen, Seen], tolerance: float, not_held: str, reads_pa
     cause, remedy = _cause(other, not_held, reads_padding)
     explained = _tolerance(worst, tolerance)
     return (
-        f"The {name} of a row depends on other rows: {first.company.words} it is {values[0]:.6g}, "
-        f"{other.company.words} {values[1]:.6g} (dropout off; rounding explains {explained:.0e}). "
-        f"A unit then cannot be bounded, and ε would not hold. {cause}. {remedy}"
+        f"The {name} of a row depends on other rows: {values[0]:.6g} {first.company.words}, "
+        f"{values[1]:.6g} {other.company.words} (dropout off; rounding explains {explained:.0e}). "
+        f"A unit's influence then cannot be bounded, and ε would not hold. {cause}. {remedy}"
     )
 
 
@@ -274,16 +274,17 @@ def _tolerance(pair: tuple[Seen, Seen], tolerance: float) -> float:
 def _cause(other: Seen, not_held: str, reads_padding: bool | None) -> tuple[str, str]:
     if not_held:
         return (
-            "The same row alone has another value with other random numbers, which cannot be held equal for a row "
-            f"among others ({not_held}), so a dependence on other rows cannot be told from them",
-            "Draw the numbers of a model or a loss by torch.rand, torch.randn, torch.randint or torch.bernoulli, in "
-            "shape (B, ...) for B rows",
+            "The same row, run alone with other random numbers, returned a different result, and the random numbers "
+            f"of a row in a batch cannot be fixed ({not_held}), so the check cannot rule out a dependence on other "
+            "rows",
+            "Draw the random numbers of a model or a loss with torch.rand, torch.randn, torch.randint or "
+            "torch.bernoulli, in shape (B, ...) for B rows",
         )
     if len(other.company.numbers) == 1:  # the same row alone, after one more row
         return (
-            "The same row alone gives another value later: the loss or the model carries state from one microbatch to "
-            "the next, or counts its calls; or the loss reads what the collator has stored, which is of the next rows "
-            "by then",
+            "The same row, run alone, returned a different result the second time: the loss or the model carries "
+            "state from one microbatch to the next or counts its calls, or the loss reads what the collator has "
+            "stored, which by then belongs to the next rows",
             "Compute each row's loss from that row and the weights only, and let the collator return what it needs",
         )
     if reads_padding:

@@ -174,20 +174,20 @@ Results = list[list[Seen]]
 logger = logging.getLogger(__name__)
 
 CHOSEN = (
-    "The model's configuration changed while rows passed through it: {names}. The model chose the value by the rows "
-    "that came first, config.json would publish it, and all later rows follow it, so ε would not hold. Set it in "
+    "The model's configuration changed while rows passed through it: {names}. The model chose the value from the first "
+    "rows, config.json would publish it, and it affects all later rows, so ε would not hold. Set it in "
     "model.config before the run is attached"
 )
 LATE = (
     "The check of rows before step {step} since the start or resume found that {finding}. The checks of the first 8 "
-    "steps had passed, so the run went on, and ε may not hold for its later steps. Find out what changed during the "
+    "steps had passed, so the run continued, and ε may not hold for its later steps. Find out what changed during the "
     "training (a loss, a collator, a callback, or rounding of larger weights), and release the model only if rounding "
     "explains the difference"
 )
 ROUNDED = (
     "The rounding error of this model is larger than the check of rows allows: a row's gradient alone differed from "
-    "its gradient beside other rows, and no longer did with operations in float64. ε is that of exact arithmetic, and "
-    "by rounding the gradients of other units depend a little on whether a unit is present. Say why this is "
+    "its gradient in a batch, but not with operations in float64. ε assumes exact arithmetic, and "
+    "with rounding, other units' gradients depend slightly on whether a unit is present. Explain why this is "
     "acceptable, or train with wider floats or a better conditioned model"
 )
 
@@ -374,7 +374,7 @@ class IndependenceCheck:
             if self._engine.lockstep or max(wanted, crowd) <= 1:
                 raise MicrobatchTooLargeError(
                     f"Memory ran out on {max(wanted, crowd)} row(s) while the independence of rows was measured. "
-                    "Give a smaller microbatch.tokens (in the Trainer max_tokens_per_microbatch) or "
+                    "Set a smaller microbatch.tokens (in the Trainer max_tokens_per_microbatch) or "
                     f"per_device_train_batch_size, or shorten the rows (data.max_length). "
                     f"Error of the device: {message}"
                 )
@@ -533,7 +533,7 @@ class Passes:
 
     def copies(self, count: int, numbers: Numbers) -> Pass:
         """Return one pass over copies of the shortest row, for `Sharing`."""
-        return self.run(Company((self._sample.short,) * count, "beside its copies"), numbers=numbers)
+        return self.run(Company((self._sample.short,) * count, "in a batch of its copies"), numbers=numbers)
 
     def reads_padding(self, first: Seen, other: Seen) -> bool | None:
         """Return whether a row alone, padded as beside the others, has the result that it has beside them.
@@ -615,10 +615,10 @@ class Passes:
     def _too_short(self, row: int, error: Exception) -> str:
         """Return the message for a row that the model accepts beside longer rows, but not alone."""
         return (
-            f"A row of {int(self._rows.lengths[row])} tokens passes through the model beside longer rows but "
+            f"A row of {int(self._rows.lengths[row])} tokens passes through the model together with longer rows but "
             f"not alone ({type(error).__name__}: {error}), so its result depends on its padding, or on random numbers "
-            "for which the loss fails. A unit then cannot be bounded, and ε would not hold. Leave out rows this short, "
-            "pad all rows to one length in the collator, or correct the branch of the loss"
+            "for which the loss fails. A unit's influence then cannot be bounded, and ε would not hold. Leave out rows "
+            "this short, pad all rows to one length in the collator, or correct the branch of the loss"
         )
 
     def _losses(self, inputs: Mapping[str, Any]) -> Tensor:

@@ -27,15 +27,15 @@ DECLARED = "learning rates and other decisions of the loop"
 """Name of the fact about a loop whose author has declared them independent of the private rows."""
 INDEPENDENT = "declared independent of the private rows"
 OWN_LOOP = (
-    "The loop around the private steps is one's own. Its learning rate and other hyperparameters, and whether it makes "
-    "an update, loads a checkpoint or stops, must follow neither losses nor evaluations nor other figures of private "
+    "The training uses a custom loop around the private steps. Its hyperparameters, such as the learning rate, and its "
+    "decisions to update, load a checkpoint or stop must not depend on losses, evaluations or other figures of private "
     "rows (as with ReduceLROnPlateau): confirm it. For the next run, "
     "PrivateRun.attach(schedule_is_independent=True) declares it."
 )
 """The open point of a run whose loop has not declared it."""
 UNKNOWN = (
-    "The learning rates of {kind} could not be computed before the training ({error}), so the ledger records them and "
-    "nothing compared them. Confirm that they follow no loss, evaluation or other figure of private rows."
+    "The learning rates of {kind} could not be computed before the training ({error}), so the ledger records them, but "
+    "nothing checked them. Confirm that they depend on no loss, evaluation or other figure of private rows."
 )
 """The open point of a run with a scheduler that cannot be copied."""
 _TOLERANCE = 1e-9  # relative
@@ -108,9 +108,9 @@ class LearningRates:
         for base, initial in zip(base_lrs, given, strict=False):
             if initial is not None and not math.isclose(float(base), float(initial), rel_tol=_TOLERANCE):
                 raise WatchError(
-                    f"The scheduler begins from the learning rate {float(base):.10g}, and its optimizer was made with "
-                    f"{float(initial):.10g}: a callback, or the loop, has set it, perhaps by figures of private rows "
-                    "that ε does not cover. Give the rate to the optimizer (learning_rate)"
+                    f"The scheduler starts from the learning rate {float(base):.10g}, but its optimizer was made with "
+                    f"{float(initial):.10g}: a callback or the loop changed it, perhaps from figures of private rows "
+                    "that ε does not cover. Set the rate in the optimizer (learning_rate)"
                 )
 
     def note(self) -> None:
@@ -127,10 +127,10 @@ class LearningRates:
             if rate is None or planned is None or math.isclose(rate, planned, rel_tol=_TOLERANCE):
                 continue
             raise WatchError(
-                f"The learning rate of step {self._ledger.num_steps} is {rate:.10g}, and the schedule at the start of "
-                f"the training has {planned:.10g}: a callback, or the loop, has set it, perhaps by figures of private "
-                "rows that ε does not cover; or the scheduler does not step once after each update. Leave that code "
-                "out, and give the schedule to the trainer: optimizers=(optimizer, scheduler)"
+                f"The learning rate of step {self._ledger.num_steps} is {rate:.10g}, but the schedule at the start of "
+                f"the training planned {planned:.10g}: a callback or the loop changed it, perhaps from figures of "
+                "private rows that ε does not cover, or the scheduler does not step once after each update. Remove "
+                "that code, and pass the schedule to the trainer: optimizers=(optimizer, scheduler)"
             )
         if words := ", ".join(dict.fromkeys(f"{rate:.10g}" for rate in rates if rate is not None)):
             self._ledger.note_rate(words)
@@ -153,7 +153,7 @@ def scheduled_rates(scheduler: Any, optimizer: Any, num_updates: int) -> list[li
     [[0.5], [0.25], [0.125]]
     """
     if any(group.get("relative_step") for group in optimizer.param_groups):
-        raise ValueError("the optimizer sets its rates by its own state")  # Adafactor, AdafactorSchedule
+        raise ValueError("the optimizer sets its rates from its own state")  # Adafactor, AdafactorSchedule
     times = 1
     if isinstance(scheduler, AcceleratedScheduler):
         if scheduler.step_with_optimizer and not scheduler.split_batches:

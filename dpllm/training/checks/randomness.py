@@ -37,7 +37,7 @@ _MT_OFFSET = 24  # bytes before these words in the state of PyTorch's CPU genera
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _GLOBAL: Any = (torch.default_generator, np.random.mtrand._rand, random._inst)  # which `SecretStreams` seeds
 OWN_GENERATOR = (
-    "{who} keeps its own random generator ({what}), whose numbers are not secret and shift when a row is removed. Draw "
+    "{who} has its own random generator ({what}), whose numbers are not secret and shift when a row is removed. Draw "
     "from the global generators (torch.rand without generator), which are seeded from the operating system in every "
     "step"
 )
@@ -89,7 +89,7 @@ class SecretStreams:
             raise ConfigError(
                 f"PyTorch's generator was seeded with {torch.initial_seed()} during a private step, by the model, the "
                 "loss or the collator (torch.manual_seed, set_seed). Its random numbers are then public and shift when "
-                "a row is removed, so epsilon would not be true. Remove the call, or put it into "
+                "a row is removed, so epsilon would not be true. Remove the call, or wrap it in "
                 "torch.random.fork_rng()"
             )
 
@@ -188,8 +188,8 @@ def _fill_cpu_state(words: np.ndarray) -> None:
     held = state.numpy()[_MT_OFFSET : _MT_OFFSET + 8 * _MT_WORDS].view("<u8")
     if int(held[0]) != torch.initial_seed() & 0xFFFFFFFF:
         raise ConfigError(
-            f"PyTorch {torch.__version__} stores the state of its CPU generator in an unknown layout, so only 32 "
-            "secret bits could be put into it. Use a version of PyTorch that dpllm supports (pyproject.toml)"
+            f"PyTorch {torch.__version__} stores the state of its CPU generator in an unknown layout, so it could "
+            "get only 32 secret bits. Use a version of PyTorch that dpllm supports (pyproject.toml)"
         )
     held[:] = words
     torch.set_rng_state(state)

@@ -38,33 +38,33 @@ _READ = 4  # rows that are read again
 _CONFIRMED = 12  # more comparisons before a difference counts: numbers of a data set's own give 2^-23
 
 CARRIED = (
-    "The data set gives a row other values after another row was read before it: it carries tokens or numbers from one "
-    "reading to the next. Which row comes before depends on the units that are drawn, so a unit cannot be bounded, and "
-    "ε would not hold. Make each row from that row only; to fill rows up, join the texts of one record before the "
+    "The data set returned different values for a row after it had read another row: it carries tokens or numbers from "
+    "one read to the next. Which row comes before depends on the drawn units, so a unit's influence cannot be bounded, "
+    "and ε would not hold. Make each row from that row only; to fill rows up, join the texts of one record before the "
     "training"
 )
 SEEDED = (
     "The collator sets a seed in each call ({names}). All numbers that the model or the loss draws "
-    "afterwards would be public, and the same in every microbatch. Leave the seed out: the generators are seeded from "
+    "afterwards would be public, and the same in every microbatch. Remove the seed; the generators are seeded from "
     "the operating system in every step"
 )
 UNSTEADY = (
-    "The collator gives a row other values when it is called again, also from the same random state: it keeps tokens "
-    "or numbers of the rows collated before, counts its calls, takes values in turn, or draws from a generator of its "
-    "own (np.random.default_rng(), random.SystemRandom). Which call a row gets depends on the units that are drawn, so "
-    "a unit cannot be bounded, and ε would not hold. Make each row from that row only, and draw from the global "
-    "generators (np.random.rand, random.random, torch.rand), which are seeded from the operating system in every step. "
-    "To fill rows up, join the texts of one record before the training; a curriculum can follow the number of the "
-    "step, which a callback knows"
+    "The collator returned different values for a row when it was called again with the same random state: it keeps "
+    "tokens or numbers of earlier rows, counts its calls, takes values in turn, or draws from its own generator "
+    "(np.random.default_rng(), random.SystemRandom). Which call collates a row depends on the drawn units, so "
+    "a unit's influence cannot be bounded, and ε would not hold. Make each row from that row only, and draw from the "
+    "global generators (np.random.rand, random.random, torch.rand), which are seeded from the operating system in "
+    "every step. To fill rows up, join the texts of one record before the training; a curriculum can follow the step "
+    "number, which callbacks receive"
 )
 REREAD = (
-    "The rows of the data set are made again at each reading, with random numbers. Confirm that a row is made from its "
+    "The data set makes its rows at each read, with random numbers. Confirm that it makes each row from its "
     "own record only, with no text of other records (negatives, mixup, concatenation)"
 )
 DRAWN = (
     "The data set makes its rows with random numbers when they are read. Raw columns are read once, one row after the "
-    "other: the numbers of a row depend on how many rows come before it, and ε would not hold. Leave the random "
-    "numbers out; or tokenise in the data set as well, so that its rows have input_ids, and are made again in each step"
+    "other, so the numbers of a row depend on how many rows come before it, and ε would not hold. Remove the random "
+    "numbers, or tokenise in the data set as well, so that its rows have input_ids and are made again in each step"
 )
 
 
@@ -186,7 +186,7 @@ class Sample:
     @property
     def pair(self) -> Company | None:
         """The shortest row and another one of `together`."""
-        words = "beside another row, with other random numbers"
+        words = "in a batch with another row and other random numbers"
         return None if self.together is None else Company((self.short, self.together.numbers[1]), words)
 
     @classmethod
@@ -233,10 +233,10 @@ class Sample:
         other = together[1:2]
         equal = ""
         if len(together) > 2:
-            together[-1], equal = short, ", one of them its equal"
+            together[-1], equal = short, ", one of them identical"
         passes = [Company((short,), "alone")]
         if len(together) > 1:
-            passes.append(Company(tuple(together), f"beside {len(together) - 1} other row(s){equal}"))
+            passes.append(Company(tuple(together), f"in a batch with {len(together) - 1} other row(s){equal}"))
         few = min(most, 3 if wanted > 2 else 2)
         if len(left := fitting(few, together)) and few > 1:
             left = left if first else rng.choice(left, min(4, len(left)), replace=False)
@@ -244,13 +244,13 @@ class Sample:
         else:
             replaced = (*other, short)
         if len(replaced) > 1:
-            words = f"beside {len(replaced) - 1} other row(s), replaced, longer and in another order"
+            words = f"in a batch with {len(replaced) - 1} replaced, longer row(s), in another order"
             passes += [Company(replaced, words), Company(replaced[:1], "alone")]
         if (whole := size(crowd)) > most and len(crowded := filled(whole, together[: -1 if equal else None])) > most:
-            words = f"beside {len(crowded) - 1} other row(s), as in a whole microbatch"
+            words = f"in a batch with {len(crowded) - 1} other row(s), as in a whole microbatch"
             passes.append(Company(tuple(crowded), words))
         if first and most > 1 and not equal:
-            passes.append(Company((short, short), "beside its equal"))
+            passes.append(Company((short, short), "in a batch with an identical row"))
         if other and (equal or first):
             passes.append(Company((other[0],), "alone"))
         if len(passes) < 3:

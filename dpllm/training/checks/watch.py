@@ -47,9 +47,9 @@ _Views = dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor]]]
 _SAMPLED = 64  # entries of a piece
 _AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FROZEN, _BUFFER, _SCALE, _OUTSIDE = "frozen parameter", "buffer", "scale of a quantised weight", "outside tensor"
-_BETWEEN = "between two private steps, other than by optimizer.step()"
+_BETWEEN = "between two private steps, not by optimizer.step()"
 _DURING = "during a private step, by the model's forward pass, the loss or the collator"
-_SINCE_UPDATE = "between two updates, other than by optimizer.step()"
+_SINCE_UPDATE = "between two updates, not by optimizer.step()"
 _UNTIL_UPDATE = "between the private step and optimizer.step()"
 _AT_SAVE = "after optimizer.step(), before weights were saved"
 
@@ -226,7 +226,7 @@ class Watch:
         self._compare_samples(_SINCE_UPDATE)
         if received := [name for name, one in self._frozen().items() if getattr(one, "grad", None) is not None]:
             raise WatchError(
-                f"{received[0]} is not trained and has a gradient: it is not clipped, and no noise covers it. Set "
+                f"{received[0]} is not trained but has a gradient, which is neither clipped nor noised. Set "
                 "requires_grad of all parameters, and .grad of frozen ones to None, before the run is attached"
             )
 
@@ -335,23 +335,23 @@ class Watch:
         """Return the error about a tensor that changed."""
         if key in self._trainable:
             return WatchError(
-                f"{key} was written {when}, so it is not as the last update left it, and only weights that change by "
-                "the noisy gradient are covered. Remove the code that writes to it (a callback, a second optimizer, "
-                'max_norm of an embedding); for an average of the weights, use average="ema" of DPTrainer or averaging '
-                "of PrivateRun.attach, and evaluate other weights in copy.deepcopy(model). Load checkpoints before "
-                "attach(), or register the run: accelerator.register_for_checkpointing(run)"
+                f"{key} was written {when}, so it differs from its value after the last update, and the guarantee "
+                "covers only weights that change by the noisy gradient. Remove the code that writes to it (a callback, "
+                'a second optimizer, max_norm of an embedding); for an average of the weights, use average="ema" of '
+                "DPTrainer or averaging of PrivateRun.attach, and evaluate other weights in copy.deepcopy(model). Load "
+                "checkpoints before attach(), or register the run: accelerator.register_for_checkpointing(run)"
             )
         if (fixed := self._fixed[key]).kind == _OUTSIDE:
             return WatchError(
-                f"A trainable tensor of shape {fixed.shape}, which the losses depend on and the model does not hold, "
-                f"was written {when}, perhaps by its own optimizer. Its gradients are not clipped and get no noise, so "
-                "private rows would reach all later losses through it. Make it a part of the model, train it on public "
-                "data only, or, if it follows the private weights, set requires_grad_(False)"
+                f"A trainable tensor of shape {fixed.shape}, on which the losses depend but which the model does not "
+                f"hold, was written {when}, perhaps by its own optimizer. Its gradients are neither clipped nor "
+                "noised, so private rows would reach all later losses through it. Make it a part of the model, train "
+                "it on public data only, or, if it follows the private weights, set requires_grad_(False)"
             )
         return WatchError(
-            f"The {key} changed {when}. Values computed from private rows must reach the model only through "
-            "the noisy gradient, unlike running statistics, max_norm of an embedding, or weights written by a "
-            "callback. Freeze the statistic, leave max_norm out, or remove the callback; do not release any output of "
+            f"The {key} changed {when}. Values computed from private rows may reach the model only through "
+            "the noisy gradient, not through running statistics, max_norm of an embedding, or weights written by a "
+            "callback. Freeze the statistic, remove max_norm, or remove the callback; do not release any output of "
             "this run"
         )
 
@@ -369,15 +369,15 @@ class Watch:
         for name in sorted(self._places.keys() | now.keys()):
             if self._places.get(name) is not now.get(name):
                 raise WatchError(
-                    f"{name} is another parameter than when the run was attached: it, or a module that holds it, was "
-                    "replaced, added, removed or tied. No noise covers the new one. Change the model before the run "
-                    "is attached, or after it has ended, in a copy that is saved elsewhere"
+                    f"{name} is a different parameter than when the run was attached: it, or a module that holds it, "
+                    "was replaced, added, removed or tied, and no noise covers the new one. Change the model before "
+                    "the run is attached, or after it has ended, in a copy that is saved elsewhere"
                 )
         for fixed in self._find_fixed():
             if fixed.kind == _BUFFER and fixed.key not in self._fixed and (fixed.saved or fixed.tensor().requires_grad):
                 raise WatchError(
-                    f"The buffer {fixed.name} was added to the model after the run was attached, and it would be saved "
-                    "or trained: no noise covers it. Register it before the run starts, or with persistent=False"
+                    f"The buffer {fixed.name} was added to the model after the run was attached and would be saved "
+                    "or trained without noise. Register it before the run starts, or with persistent=False"
                 )
             if fixed.key not in self._fixed:
                 self._watch(fixed)
@@ -457,17 +457,17 @@ class Watch:
         if missing:
             raise WatchError(
                 f"{missing[0]} is trainable, but the optimizer does not hold it ({len(missing)} parameter(s) are "
-                "missing): it would take its share of the clip norm and never be trained. Give the run one optimizer "
+                "missing), so it would use up part of the clip norm but never be trained. Give the run one optimizer "
                 "with all trainable parameters (several can be joined in a torch.optim.Optimizer whose step() calls "
-                "theirs), or freeze it before the run is attached"
+                "theirs), or freeze the parameter before the run is attached"
             )
 
     def _before_update(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         try:
             if any(callable(given) for given in (*args[1:], kwargs.get("closure"))):
                 raise WatchError(
-                    "optimizer.step() was called with a closure, which runs within the update and could write other "
-                    "gradients than the private one. Call optimizer.step() without arguments"
+                    "optimizer.step() was called with a closure, which runs within the update and could replace "
+                    "the private gradients. Call optimizer.step() without arguments"
                 )
             self._refuse_extra(optimizer)
             self._compare_weights(_UNTIL_UPDATE)
@@ -488,15 +488,15 @@ class Watch:
             grad, (own, stamp) = parameter.grad, self._gradients.get(name, (None, ()))
             if grad is not None and not self._gradients:
                 raise WatchError(
-                    f"optimizer.step() was called, and {name} has a gradient that no private step left: the last "
+                    f"optimizer.step() was called, and {name} has a gradient that no private step computed: the last "
                     "step failed, or a checkpoint was loaded after it. It would reach the weights without clipping and "
-                    "noise. Do not step the optimizer after a step that failed; resume from a checkpoint"
+                    "noise. Do not step the optimizer after a failed step; resume from a checkpoint"
                 )
             if (own is not None and own is not grad) or (grad is not None and stamp_of(grad) != stamp):
                 raise WatchError(
-                    f"The gradient of {name} is not the one that the private step left: something wrote to it, "
-                    "replaced it or took it away (a second backward pass, gradient clipping, a callback). Run nothing "
-                    "that touches .grad between the private step and optimizer.step(), and zero_grad() after it"
+                    f"The gradient of {name} changed after the private step computed it: something wrote to it, "
+                    "replaced it or removed it (a second backward pass, gradient clipping, a callback). Run nothing "
+                    "that touches .grad between the private step and optimizer.step(), and call zero_grad() after it"
                 )
 
     def _after_update(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
