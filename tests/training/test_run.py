@@ -661,8 +661,8 @@ def test_a_run_with_discrete_noise_passes_the_guard_and_says_what_is_proved(tmp_
 @kills(
     "a model is attached in the place of the attached one",
     "dpllm/training/run.py",
-    '        if self._attached is not None:\n            raise ConfigError("A model is already attached to the run: call',
-    '        if False:\n            raise ConfigError("A model is already attached to the run: call',
+    '        if self._attached is not None:\n            raise ConfigError("A model is already attached',
+    '        if False:\n            raise ConfigError("A model is already attached',
 )
 def test_another_model_is_attached_after_detach_only(tmp_path):
     """Otherwise nobody compares its weights with those that the run left. The run goes on with the first one."""
