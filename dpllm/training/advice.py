@@ -1,7 +1,7 @@
-"""Advice on optimizer, schedule and average: settings with which private training was measured worse.
+"""Advise on optimizer, schedule and average: settings that performed worse in measurements of private training.
 
-Place in the flow: `dpllm plan` prints it, and `dpllm.DPTrainer` logs it when a run begins. None of it concerns ε, and
-nothing is changed: a value that somebody wrote stays.
+`dpllm plan` prints the advice, and `dpllm.DPTrainer` logs it when a run begins. None of it concerns ε, and
+no setting is changed.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dpllm.training.workload import UpdateRule
 _CONSTANT = " and ".join(f"train.{name}={value}" for name, value in WARM_UP.items())
 _LITTLE_MOMENTUM = 0.5
 _FALLEN = 0.5
-"""A learning rate that ends below this share of its largest value falls."""
+"""A learning rate that ends below this share of its largest value counts as falling."""
 _TRAINERS_RATE = 5e-5
 """The default of ``TrainingArguments.learning_rate``."""
 
 
 def advice(plan: PrivacyPlan, rule: UpdateRule) -> list[str]:
-    """Return one line for each setting with which the released weights are noisier than they need to be.
+    """Return one line for each setting with which the released weights are noisier than necessary.
 
     Args:
         plan: the plan of the run.

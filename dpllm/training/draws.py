@@ -1,13 +1,12 @@
 """The draws of a run: charged when they are made, used by one step, and the same on every process.
 
-Place in the flow: between the sampler and `dpllm.training.step`. ε holds for units drawn by the plan's sampler. Steps
-over other units (a shuffled epoch, a unit twice, a chosen batch) have another ε. So have steps over draws that somebody
-inspected and then kept or dropped. A draw is therefore charged when it is made, and a step takes the last unused draw,
-completely and unchanged.
+ε holds for units drawn by the plan's sampler. Steps on other units (a shuffled epoch, a unit twice, a chosen batch)
+have a different ε, and so do steps on draws that somebody inspected and then kept or dropped. A draw is therefore
+charged when it is made, and a step takes the last unused draw, completely and unchanged.
 
-A process that is one call ahead of the others, or takes a step over other units, would add sums of different draws. A
+A process that is one call ahead of the others, or takes a step on other units, would add sums of different draws. A
 unit could then be in two shares of one step. Each call therefore begins with one small collective of the same shape.
-Processes that are out of step find each other there and stop, before any charge.
+Processes that are out of step detect each other there and stop, before any charge.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _NAMES = {
 
 
 class DrawError(ValueError):
-    """A step was requested over other units than those of the outstanding draw."""
+    """A step was requested on units that are not the outstanding draw."""
 
 
 class Charges(Protocol):
@@ -77,7 +76,7 @@ class Charged:
         """Confirm that the step is the one that was charged when its units were drawn.
 
         Raises:
-            DrawError: the step was taken before, or is another step.
+            DrawError: the step was already taken, or is a different one.
         """
         if step != self.step:
             raise DrawError(
@@ -92,7 +91,7 @@ class Charged:
 class Draws:
     """The draws of a run, the same on every process: rank 0 makes them, and each is charged when it is made.
 
-    A step takes the outstanding draw, which is the last one and was not used. All processes call each method together.
+    A step takes the outstanding draw: the last one, if it was not used yet. All processes call each method together.
     It raises a DisagreementError on every process if they are at different points of the run.
 
     Args:
@@ -115,7 +114,7 @@ class Draws:
     def next(self, present_N: np.ndarray | None = None) -> NDArray[np.int64]:
         """Draw and charge the units of the next step; errors as for `dpllm.training.run.PrivateRun.draws`.
 
-        An unused draw before it is lost and stays charged.
+        An earlier unused draw is lost and stays charged.
 
         Args:
             present_N: (N,) bool, the units present. None: all.
@@ -142,8 +141,8 @@ class Draws:
 
         Raises:
             ValueError: the plan has no step left.
-            DrawError: a unit is there twice; nothing is charged.
-            LedgerError: it cannot be charged.
+            DrawError: a unit occurs twice; nothing is charged.
+            LedgerError: the draw cannot be charged.
         """
         return self._charge(self._from_main(lambda: unit_ids))
 
@@ -156,8 +155,9 @@ class Draws:
             error: the reason why this process cannot take the step.
 
         Raises:
-            DisagreementError: the processes take other steps, other units or another mode; on every process.
-            DrawError: there is no outstanding draw, or these are other units; the draw is then not used up.
+            DisagreementError: the processes take different steps, use different units or another mode; on every
+                process.
+            DrawError: there is no outstanding draw, or the units differ from it; the draw is then not used up.
             Exception: the error of the first process that has one; on every process.
         """
         given = np.asarray(unit_ids)
@@ -232,13 +232,13 @@ class Draws:
         return self._outstanding[0].copy()
 
     def _compare_steps(self, unit_ids: np.ndarray, mode: str, error: Exception | None) -> None:
-        """Check that all processes take one step, over the same units and in one mode, before it is computed."""
+        """Check that all processes take one step, on the same units and in one mode, before it is computed."""
         if self._processes.size == 1:
             self._processes.raise_found(error, [float(error is not None)])
             return
         units, settings = np.ascontiguousarray(unit_ids, dtype=np.int64).tobytes(), mode.encode()
         mine = [float(len(unit_ids)), *_words(units), *_words(settings), float(error is not None)]
-        everywhere = self._meet(_STEP, self._ledger.num_steps - 1, mine)  # its draw is charged
+        everywhere = self._meet(_STEP, self._ledger.num_steps - 1, mine)  # its draw is already charged
         self._processes.raise_found(error, [one[7] for one in everywhere])
         for what, part in (("the units of this step", slice(2, 5)), ("autocast or training mode", slice(5, 7))):
             if any(one[part] != everywhere[0][part] for one in everywhere):

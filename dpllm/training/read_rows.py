@@ -1,6 +1,6 @@
-"""Data sets, collators and overrides that a private step cannot use are refused, and columns are chosen for collators.
+"""Refuse data sets, collators and overrides that a private step cannot use, and choose columns for collators.
 
-Place in the flow: before the rows of a Trainer are read (`dpllm.data.single_rows`).
+This happens before the rows of a Trainer are read (`dpllm.data.single_rows`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _COLLATED = ("label", "label_ids", "labels", "special_tokens_mask", "offset_mapp
 
 
 def columns_for(dataset: Any, model: Any, collate: Any, args: Any) -> frozenset[str] | None:
-    """Return the columns that a collator is given, or None for all.
+    """Return the columns that a collator receives, or None for all.
 
     A collator of transformers makes a tensor of every column and fails on text, such as the user's id. As in its
     ``Trainer``, it receives the columns that the model takes, unless ``remove_unused_columns`` is false. Any other
@@ -46,7 +46,7 @@ def columns_for(dataset: Any, model: Any, collate: Any, args: Any) -> frozenset[
         args: arguments of the training.
 
     Raises:
-        DataError: such a collator would be given a class as text.
+        DataError: such a collator would receive a class as text.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     taken = {*inspect.signature(inner.forward).parameters, *_COLLATED, *(args.label_names or ())}
@@ -62,7 +62,7 @@ _PADDING = (DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, DataCollato
 
 
 def note_unlearned_end(collate: Any) -> None:
-    """Say that a collator takes the end of each text out of the loss, because it is the padding token too."""
+    """Warn that a collator removes the end of each text from the loss, because it is also the padding token."""
     tokenizer: Any = getattr(collate, "tokenizer", None)
     end = getattr(tokenizer, "eos_token_id", None)
     if (
@@ -82,8 +82,8 @@ def shares_nothing(dataset: Any, collate: Any) -> bool:
     """Return whether reading and collating rows shares no file, tokenizer, generator or model with a loss.
 
     True for a `datasets.Dataset` of numbers and text without a transform, padded by a collator of dpllm or one of
-    three of transformers. Functions and classes of the user, images and recordings, which are decoded from files, and
-    collators that tokenize may use what the loss uses, and then must not run next to it.
+    three collators of transformers. Functions and classes of the user, images and recordings, which are decoded from
+    files, and collators that tokenize may use what the loss uses, and then must not run concurrently with it.
     """
     if type(dataset) is not datasets.Dataset or dataset.format["type"] == "custom":
         return False
@@ -102,7 +102,7 @@ def _inner(feature: Any) -> Any:
 
 
 def _refuse_text_labels(dataset: Any) -> None:
-    """Make sure that the class of row 0 is a number; a column of a `datasets.Dataset` has one kind.
+    """Check that the class of row 0 is a number; a column of a `datasets.Dataset` has one type.
 
     Raises:
         DataError: a class is text.
@@ -116,10 +116,10 @@ def _refuse_text_labels(dataset: Any) -> None:
 
 
 def refuse_tables(dataset: Any) -> None:
-    """Check that the rows of a `datasets.Dataset` come out as dictionaries.
+    """Check that the rows of a `datasets.Dataset` are returned as dictionaries.
 
     Raises:
-        ConfigError: its format makes tables of them.
+        ConfigError: its format returns tables.
     """
     form = getattr(dataset, "format", None)
     if isinstance(form, Mapping) and form.get("type") in ("pandas", "polars", "arrow"):
@@ -137,7 +137,7 @@ def refuse_unreadable(dataset: Any, words: str = "train_dataset") -> None:
         words: name of the data set, for messages.
 
     Raises:
-        ConfigError: the data set is a stream or missing, or its rows are of another kind.
+        ConfigError: the data set is a stream or missing, or its rows have the wrong type.
     """
     if dataset is None:
         raise ConfigError(f"{words} is missing: pass rows with input_ids, or with texts and a tokenizer")
@@ -194,15 +194,15 @@ def refuse_ignored(trainer: Trainer) -> None:
 
 
 def refuse_moved(dataset: Any, num_rows: int, units: UnitIndex) -> None:
-    """Check that a data set still has as many rows as before, each of the same unit.
+    """Check that a data set still has as many rows as before, each belonging to the same unit.
 
     Args:
         dataset: data set of the run; a list may have been shuffled, sorted, filtered or extended in place.
         num_rows: its number of rows when the units were made.
-        units: made of it.
+        units: units made from it.
 
     Raises:
-        ConfigError: it has more or fewer rows, or a row is of a different unit.
+        ConfigError: it has more or fewer rows, or a row belongs to a different unit.
     """
     if len(dataset) != num_rows:
         raise ConfigError(
@@ -214,7 +214,7 @@ def refuse_moved(dataset: Any, num_rows: int, units: UnitIndex) -> None:
 
 
 def refuse_replaced(now: Any, given: Any) -> None:
-    """Check that a trainer still has the data set with which its plan was made.
+    """Check that a trainer still has the data set for which its plan was made.
 
     Raises:
         ConfigError: ``train_dataset`` was set to another object.

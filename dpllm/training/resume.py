@@ -1,9 +1,9 @@
-"""One command for the first start and for every restart: `train.resume_from_checkpoint: auto`.
+"""Start or resume a run with the same command: `train.resume_from_checkpoint: auto`.
 
-Place in the flow: below `dpllm.training.trainer`. A scheduler restarts a job with the same command. This module reads
-the output folder and decides whether that command starts or resumes a run; it changes nothing.
+A scheduler restarts a job with the same command. This module reads the output folder and decides whether that command
+starts or resumes a run; it changes nothing.
 
-All processes have to see the same folder. If each machine has a separate folder of the same name, rank 0 writes the
+All processes must see the same folder. If each machine has a separate folder of the same name, rank 0 writes the
 ledger and every machine writes its shards into different folders: checkpoints look complete on each machine, but none
 of them can be resumed.
 """
@@ -40,7 +40,7 @@ class RunCompletedError(ConfigError):
 
 @dataclass(frozen=True)
 class Restart:
-    """The decision for a start in its output folder.
+    """The decision how a run starts in its output folder.
 
     Attributes:
         checkpoint: the checkpoint to resume from; True for the latest complete one, False for none.
@@ -58,7 +58,7 @@ def restart_of(folder: str | Path, wanted: str | bool | None) -> Restart:
         folder: the output folder.
         wanted: ``train.resume_from_checkpoint``: a checkpoint, True, nothing, or "auto". With "auto" the run starts if
             there is no ledger, resumes if there is a ledger and a complete checkpoint, and starts again if the ledger
-            charges no step. A run that ended, and whose model was not saved, is resumed to save one.
+            charges no step. A run that ended, but whose model was not saved, is resumed to save one.
 
     Raises:
         RunCompletedError: "auto", and the run in the folder has ended as planned and saved its model.
@@ -78,7 +78,7 @@ def restart_of(folder: str | Path, wanted: str | bool | None) -> Restart:
 
 
 def _to_continue(folder: Path) -> Path | None:
-    """Return the checkpoint that "auto" resumes; None where it starts a run. The errors are those of `restart_of`."""
+    """Return the checkpoint that "auto" resumes; None where it starts a run. Raises the errors of `restart_of`."""
     checkpoint, passed_over = latest_whole(folder)
     if not (folder / LEDGER_FILE).exists():
         if checkpoint is not None:
@@ -106,7 +106,7 @@ def _to_continue(folder: Path) -> Path | None:
 
 
 def refuse_to_go_back(folder: str | Path, checkpoint: str | Path) -> None:
-    """Check that the finished model of a run is not replaced by older weights.
+    """Check that the finished model of a run would not be replaced by older weights.
 
     All steps of such a run are charged, so a resume takes no step and would save the checkpoint's weights as the model.
     A run whose last save failed has no finished model, and can be resumed to write one.
@@ -136,7 +136,7 @@ def _has_model(folder: str | Path, ledger: LedgerContents) -> bool:
 
 
 def refuse_empty_model(folder: str | Path, checkpoint: str | Path) -> None:
-    """Check that a resume without a step left has a trained model to release.
+    """Check that a resume without remaining steps has a trained model to release.
 
     Args:
         folder: folder of the run.
@@ -157,7 +157,7 @@ def refuse_empty_model(folder: str | Path, checkpoint: str | Path) -> None:
 
 
 def begin_in(folder: str | Path, wanted: str | bool | None, processes: Processes) -> Restart:
-    """Do as `restart_of` on all processes together: they check that they see one folder, and rank 0 reads it.
+    """Decide as `restart_of` on all processes together: they check that they see one folder, and rank 0 reads it.
 
     Raises:
         ConfigError: the processes do not see the same folder.
@@ -195,7 +195,8 @@ def checkpoint_to_resume(
     Raises:
         CheckpointError: the requested checkpoint, or every one, is incomplete; or it is older than a completed run; or
             it lacks a state that this run would continue.
-        LedgerError: it is of another run than the folder's ledger, or the ledger was cut or restored from a copy.
+        LedgerError: it belongs to a different run than the folder's ledger, or the ledger was cut or restored from a
+            copy.
     """
     if not wanted:
         return None
@@ -227,12 +228,12 @@ def checkpoint_to_resume(
 
 @dataclass(frozen=True)
 class RunSoFar:
-    """How far the run of a folder has come.
+    """The progress of the run in a folder.
 
     Attributes:
-        words: it in words, one line.
-        charged: steps that the ledger charges; None: it or the plan cannot be read.
-        lost: charged steps that the latest whole checkpoint does not hold; None: the run cannot be resumed now.
+        words: the progress in words, one line.
+        charged: steps that the ledger charges; None: the ledger or the plan cannot be read.
+        lost: charged steps that the latest complete checkpoint does not contain; None: the run cannot be resumed now.
         left: steps that a resume takes; None as for ``lost``.
     """
 
@@ -243,7 +244,7 @@ class RunSoFar:
 
 
 def run_so_far(folder: str | Path, planned: PrivacyPlan) -> RunSoFar | None:
-    """Read how far the run of a folder has come, and what a restart would do; nothing is changed.
+    """Read how far the run of a folder has progressed, and what a restart would do; nothing is changed.
 
     Args:
         folder: an output folder.
@@ -287,7 +288,7 @@ def run_so_far(folder: str | Path, planned: PrivacyPlan) -> RunSoFar | None:
 def to_go_on(plan: PrivacyPlan, contents: LedgerContents) -> list[tuple[str, str]]:
     """Return how to continue a stopped run, and the steps that a resume leaves out.
 
-    Noise that is correlated over steps begins again at a resume, so fewer steps than are left may fit into ε.
+    Noise that is correlated over steps begins again at a resume, so fewer than the remaining steps may fit into ε.
 
     Args:
         plan: the plan of the run.
@@ -305,14 +306,14 @@ def to_go_on(plan: PrivacyPlan, contents: LedgerContents) -> list[tuple[str, str
 
 
 def cut_short(steps: int, left: int) -> str:
-    """Return the steps of a resumed run in words, with the reason if they are fewer than were left.
+    """Return the steps of a resumed run in words, with the reason if they are fewer than remained.
 
     >>> cut_short(176, 176)
     '176 private steps'
 
     Args:
-        steps: those that it takes.
-        left: those of the plan that were not taken.
+        steps: steps that it takes.
+        left: steps of the plan that were not taken.
     """
     if left <= 0:
         return "no private step: all are charged"
@@ -326,12 +327,12 @@ def lost_words(checkpoint: str, charged: int, lost: int, left: int) -> str:
     """Return in words how many charged steps a resume has lost, and how many it takes.
 
     >>> print(lost_words("checkpoint-16", 24, 8, 15))
-    8 of 24 charged steps were lost: checkpoint-16 does not hold them, and they stay charged. 15 steps remain
+    8 of 24 charged steps were lost: checkpoint-16 does not contain them, and they stay charged. 15 steps remain
 
     Args:
         checkpoint: name of the checkpoint.
         charged: steps that the ledger charges.
-        lost: those that the checkpoint's weights do not hold.
+        lost: charged steps that the checkpoint's weights do not contain.
         left: steps that the resumed run takes.
     """
     were = "step was" if charged == 1 else "steps were"
@@ -355,7 +356,7 @@ def steps_words(charged: int, planned: int, lost: int) -> str:
     Args:
         charged: steps that the ledger charges.
         planned: steps of the plan.
-        lost: charged steps that the weights do not hold.
+        lost: charged steps that the weights do not contain.
     """
     words = f"{charged} of {planned}"
     if not lost:
@@ -429,7 +430,7 @@ def _reads(path: Path, nonce: str) -> bool:
 
 
 def _may_appear(folder: Path) -> bool:
-    """Return whether the folder is on a file system whose view may be behind; a local disk shows a file at once."""
+    """Return whether the folder is on a file system with a delayed view; a local disk shows a file at once."""
     try:
         kinds = {fields[1]: fields[2] for fields in map(str.split, Path("/proc/mounts").read_text().splitlines())}
     except (OSError, IndexError):

@@ -1,6 +1,6 @@
-"""What a trainer that takes TRL's configurations needs before any data are read: guarantee, model and tokenizer.
+"""Check guarantee, model and tokenizer of a trainer that takes TRL's configurations, before any data are read.
 
-Place in the flow: called by `dpllm.DPSFTTrainer` and `dpllm.DPDPOTrainer` first.
+`dpllm.DPSFTTrainer` and `dpllm.DPDPOTrainer` call it first.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Inputs:
 
     Attributes:
         privacy: the privacy guarantee.
-        model: to train, with its adapter.
-        tokenizer: with the tokens of the arguments.
+        model: model to train, with its adapter.
+        tokenizer: its tokenizer, with the tokens of the arguments.
     """
 
     privacy: PrivacyConfig
@@ -51,7 +51,7 @@ def inputs_of(
     options: Mapping[str, Any],
     taken: Mapping[str, str],
 ) -> Inputs:
-    """Check the arguments of a trainer, and load its model and tokenizer if they are given by a name.
+    """Check the arguments of a trainer, and load its model and tokenizer if they are given by name.
 
     Args:
         trainer: the trainer, whose ``argument_table`` names the options of ``args``.
@@ -61,7 +61,7 @@ def inputs_of(
         tokenizer: as for `tokenizer_for`.
         peft_config: as for `model_for`.
         options: other arguments of `dpllm.DPTrainer`.
-        taken: those that the trainer sets by itself; names to reasons.
+        taken: arguments that the trainer sets itself, with the reasons.
 
     Raises:
         ConfigError: an argument cannot be used.
@@ -76,17 +76,17 @@ def inputs_of(
 
 
 def model_for(model: Any, args: Any, peft_config: Any, purpose: str) -> nn.Module:
-    """Return the model to train, loaded if it is given by its name, with an adapter if one is described.
+    """Return the model to train, loaded if it is given by name, with an adapter if one is described.
 
     Args:
         model: the model, its folder, or its name on the Hub. A name loads float32 weights, unless
             ``args.model_init_kwargs`` has another ``dtype``.
         args: configuration of TRL.
-        peft_config: of PEFT. None: the model is trained as it is.
+        peft_config: configuration of PEFT. None: the model is trained without a new adapter.
         purpose: the trainer, for messages.
 
     Raises:
-        ConfigError: it cannot be loaded, is no causal language model, or has an adapter already.
+        ConfigError: it cannot be loaded, is not a causal language model, or already has an adapter.
     """
     if isinstance(model, str):
         options = {"dtype": "float32", "trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
@@ -116,15 +116,15 @@ def model_for(model: Any, args: Any, peft_config: Any, purpose: str) -> nn.Modul
 
 
 def tokenizer_for(tokenizer: Any, model: Any, args: Any) -> PreTrainedTokenizerBase:
-    """Return the tokenizer, with the tokens and the template of the arguments; the model has the same tokens.
+    """Return the tokenizer, with the tokens and the template of the arguments; the model gets the same tokens.
 
     Args:
-        tokenizer: None: the one beside the model's weights.
-        model: to train.
+        tokenizer: the tokenizer. None: the one stored with the model's weights.
+        model: model to train.
         args: configuration of TRL.
 
     Raises:
-        ConfigError: there is none, it is no tokenizer, or it lacks a token or a template.
+        ConfigError: there is none, it is not a tokenizer, or it lacks a token or a template.
     """
     if tokenizer is None:
         name = str(getattr(model.config, "_name_or_path", "") or "")
@@ -158,7 +158,7 @@ def tokenizer_for(tokenizer: Any, model: Any, args: Any) -> PreTrainedTokenizerB
 
 
 def _end_with(model: Any, token: int | list[int]) -> None:
-    """Have a model end its texts with this token too."""
+    """Make a model end its texts with this token too."""
     model.config.get_text_config().eos_token_id = token
     known = getattr(model.generation_config, "eos_token_id", None)
     others = known if isinstance(known, list) else [known]
@@ -166,10 +166,10 @@ def _end_with(model: Any, token: int | list[int]) -> None:
 
 
 def take_template(tokenizer: Any, path: str | None) -> None:
-    """Give a tokenizer the chat template of a file.
+    """Set a tokenizer's chat template from a file.
 
     Raises:
-        ConfigError: it is no Jinja file, or no UTF-8 text.
+        ConfigError: it is not a Jinja file, or not UTF-8 text.
     """
     if path is None:
         return
@@ -218,15 +218,15 @@ def marking_template(tokenizer: Any) -> str | None:
 
 
 def refuse_taken(options: Mapping[str, Any], taken: Mapping[str, str], trainer: str) -> None:
-    """Refuse arguments of `dpllm.DPTrainer` that a trainer sets by itself.
+    """Refuse arguments of `dpllm.DPTrainer` that a trainer sets itself.
 
     Args:
-        options: given to the trainer.
-        taken: names to reasons.
+        options: arguments passed to the trainer.
+        taken: names of such arguments, with the reasons.
         trainer: its name.
 
     Raises:
-        ConfigError: one of them is given.
+        ConfigError: one of them is passed.
     """
     for name, reason in taken.items():
         if options.get(name):

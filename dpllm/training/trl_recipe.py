@@ -1,6 +1,6 @@
-"""The trainer of a recipe with ``train.trainer``: its records have TRL's shapes, and ``train`` has TRL's options.
+"""Make the trainer of a recipe with ``train.trainer``: its records have TRL's shapes, and ``train`` has TRL's options.
 
-Place in the flow: called by `dpllm.training.finetune` in the place of tokenization and `dpllm.DPTrainer`. The columns
+`dpllm.training.finetune` calls it instead of tokenizing and making a `dpllm.DPTrainer`. The columns
 that the recipe names get the names that TRL gives them; the rest is in `dpllm.DPSFTTrainer` and `dpllm.DPDPOTrainer`.
 """
 
@@ -37,10 +37,10 @@ def trainer_of(
     Args:
         recipe: the recipe.
         args: its ``train`` section as TRL's configuration.
-        model: to train, with its adapter.
-        tokenizer: of the model.
+        model: model to train, with its adapter.
+        tokenizer: tokenizer of the model.
         train_records: the private records.
-        eval_records: those held out.
+        eval_records: the held-out records.
         options: other arguments of `dpllm.DPTrainer`.
     """
     args.max_length = recipe.data.max_length
@@ -69,10 +69,10 @@ def renamed(records: datasets.Dataset, config: DataConfig, unit_column: str | No
     Args:
         records: the records.
         config: format and columns.
-        unit_column: of the privacy section; None: there is none.
+        unit_column: column of the units' ids; None: there is none.
 
     Raises:
-        ConfigError: the column of units has a name that TRL gives another column.
+        ConfigError: the column of units has a name that TRL gives to another column.
     """
     names = {own: its for own, its in config.form.trl_names.items() if own in records.column_names}
     if unit_column in names or unit_column in names.values():

@@ -177,7 +177,7 @@ class TestPrepare:
             ),
             (
                 {"adapter": {"r": 2, "target_modules": ["query"]}},
-                "target_modules names 'query', and the model has no such module",
+                "target_modules names 'query'",
             ),
             ({"adapter": {"r": 0, "target_modules": "all-linear"}}, "peft.r must be at least 1, got 0"),
             ({"adapter": {**LORA, "init_lora_weights": "eva"}}, "starts from statistics of the private data"),

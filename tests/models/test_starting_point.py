@@ -216,7 +216,7 @@ def test_a_model_that_a_private_run_of_this_process_trained_is_refused_or_declar
         trainer(tmp_path / "b", run.model)
     declared = trainer(tmp_path / "d", run.model, start_is_independent=True)
     declared.train()
-    assert any("trained before" in point for point in declared.privacy_report()["open_points"])
+    assert any("trained earlier" in point for point in declared.privacy_report()["open_points"])
     adapter = get_peft_model(run.model, LoraConfig(r=2, target_modules=["q_proj"]))
     with pytest.raises(ConfigError, match="trained before"):
         trainer(tmp_path / "c", adapter)

@@ -243,7 +243,7 @@ def test_own_names_of_columns(tmp_path, folder):
 
 MISTAKES = {
     "no tokenizer": ({"processing_class": None}, "columns text and no 'input_ids', so its texts need a tokenizer"),
-    "tokenizer as a name": ({"processing_class": "gpt2"}, r"processing_class is the text 'gpt2': pass the tokenizer"),
+    "tokenizer as a name": ({"processing_class": "gpt2"}, r"processing_class is the string 'gpt2': pass the tokenizer"),
     "processor": ({"processing_class": object()}, "processing_class is of type object, and the texts"),
     "no arguments": ({"args": None}, r"args is missing: pass transformers\.TrainingArguments\(output_dir="),
     "arguments as a dictionary": ({"args": {"output_dir": "x"}}, "args is of type dict"),
@@ -256,8 +256,11 @@ MISTAKES = {
     "missing": ({"privacy": {"clip_norm": 1.0}}, "missing key 'privacy.expected_batch_size'; it has no default"),
     "value": ({"privacy": {**PRIVACY, "clip_norm": -1}}, "section 'privacy': clip_norm must be > 0, got -1"),
     "no data": ({"train_dataset": None}, "train_dataset is missing: pass rows"),
-    "texts": ({"train_dataset": TEXTS}, r"Row 0 of train_dataset is a text, .* \[\{'text': text\} for text in texts\]"),
-    "evaluation texts": ({"eval_dataset": TEXTS}, "Row 0 of eval_dataset is a text"),
+    "texts": (
+        {"train_dataset": TEXTS},
+        r"Row 0 of train_dataset is a string, .* \[\{'text': text\} for text in texts\]",
+    ),
+    "evaluation texts": ({"eval_dataset": TEXTS}, "Row 0 of eval_dataset is a string"),
     "stream": (
         {"train_dataset": Dataset.from_list(CASES["text"]).to_iterable_dataset()},
         r"of type IterableDataset.* draw from all N units at random.*Dataset\.from_list\(list\(stream\)\)",
