@@ -1,6 +1,6 @@
-"""The model and the tokenizer that a recipe names, ready to be trained.
+"""Load the model and the tokenizer that a recipe names, and prepare them for training.
 
-Place in the flow: beside the data. A model comes from the Hub, from a folder, or new from a configuration. The recipe
+A model comes from the Hub, from a folder, or new from a configuration. The recipe
 then selects the trained parameters: all, LoRA factors, or all but some frozen ones. Attaching the hooks later checks
 that each trainable part can be clipped exactly.
 """
@@ -41,10 +41,10 @@ _CLASSES: dict[str, Any] = {
     task: getattr(transformers, f"MODEL_FOR_{about.mapping}_MAPPING") for task, about in TASKS.items()
 }
 _HEADS = r"(.*\.)?(classifier|score|qa_outputs)"
-"""Pattern of heads that PEFT trains whole and that "all-linear" would adapt as well, which PEFT refuses."""
+"""Pattern of heads that PEFT trains whole and that "all-linear" would also adapt, which PEFT refuses."""
 DTYPES: dict[str, Any] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": "auto"}
 
-# Exceptions of transformers for a configuration from which no model can be built.
+# Exceptions that transformers raises for a configuration from which no model can be built.
 _UNBUILDABLE = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError, StrictDataclassError)
 
 
@@ -95,10 +95,10 @@ def load_model(
     Args:
         model: the recipe's section.
         tokenizer: as loaded by `load_tokenizer`.
-        num_labels: number of classes where `model.num_labels` is not given, such as `dpllm.data.rows.num_labels_of`.
+        num_labels: number of classes if `model.num_labels` is not set, such as `dpllm.data.rows.num_labels_of`.
 
     Raises:
-        ConfigError: as the two functions.
+        ConfigError: one of the two functions raised it.
     """
     return prepare_model(load_base_model(model, tokenizer, num_labels), model)
 
@@ -139,10 +139,10 @@ def load_base_model(
 
 
 def _labels(model: ModelConfig, num_labels: int | None) -> dict[str, Any]:
-    """Return the arguments of a configuration that give a head its size and its task.
+    """Return the arguments of a configuration that set a head's size and its task.
 
     Raises:
-        ConfigError: the number of classes is not known.
+        ConfigError: the number of classes is unknown.
     """
     about = TASKS[model.task]
     if not about.needs_labels:
@@ -157,7 +157,7 @@ def _labels(model: ModelConfig, num_labels: int | None) -> dict[str, Any]:
 
 
 def _dtype_of(model: ModelConfig) -> torch.dtype:
-    """Return the type of the model's weights, also where the recipe takes that of the files."""
+    """Return the dtype of the model's weights, also where the recipe takes it from the files."""
     if model.dtype != "auto":
         return DTYPES[model.dtype]
     try:
@@ -168,7 +168,7 @@ def _dtype_of(model: ModelConfig) -> torch.dtype:
 
 
 def _heads(model: ModelConfig, labels: Mapping[str, Any]) -> list[str]:
-    """Return the names of the parts around a base model, which are new and are trained: they stay as they are."""
+    """Return the names of the parts on top of a base model, which are new and trained and must not be quantised."""
     with torch.device("meta"):
         base = _without_weights(model, _saved_config(model, labels), torch.float32)
     return [name for name, _ in base.named_children() if name != base.base_model_prefix]
@@ -258,7 +258,7 @@ def prepare_model(base: PreTrainedModel, model: ModelConfig) -> PreTrainedModel 
 
     Raises:
         ConfigError: an unknown LoRA argument, or one whose value would come from the private data; no module to adapt;
-            a freeze pattern without a match; nothing left to train.
+            a freeze pattern without a match; no trainable parameter left.
     """
     prepared: PreTrainedModel | PeftModel = base
     if model.adapter is None and (stored := stored_as(base)) is not None:
@@ -293,7 +293,7 @@ def prepare_model(base: PreTrainedModel, model: ModelConfig) -> PreTrainedModel 
 
 
 def _name_the_base_from_everywhere(model: PeftModel) -> None:
-    """Write the whole path of a local base model into the adapter's configuration: it is read in another folder."""
+    """Write the full path of a local base model into the adapter's configuration, which is read in another folder."""
     for config in model.peft_config.values():
         name = config.base_model_name_or_path
         if name and Path(name).expanduser().is_dir():
@@ -304,8 +304,8 @@ def with_adapter(base: nn.Module, config: Any, task: str | None) -> PeftModel:
     """Return a model with a new adapter, as the argument ``peft_config`` of a Trainer describes it.
 
     Args:
-        base: without an adapter.
-        config: a `peft.PeftConfig`. It is not changed; a missing ``task_type`` is that of the model's task.
+        base: model without an adapter.
+        config: a `peft.PeftConfig`. It is not changed; a missing ``task_type`` is set for the model's task.
         task: one of `dpllm.config.TASKS`. None: unknown.
 
     Raises:
@@ -378,7 +378,7 @@ def _from_config(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, labels:
 
 
 def _set_tying(base: PreTrainedModel, model: ModelConfig) -> None:
-    """Tie or untie head and input embedding, as the recipe says, without changing the model's function."""
+    """Tie or untie head and input embedding, as the recipe requires, without changing the model's function."""
     wanted = model.tie_word_embeddings
     head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
     tied = head is not None and head.weight is embedding.weight

@@ -1,6 +1,6 @@
-"""A model with its LoRA adapter added to its weights, to be released as an ordinary model.
+"""Merge a model's LoRA adapter into its weights, to release it as an ordinary model.
 
-Place in the flow: after the training, when the model is saved. The sum depends only on the public base and on the
+The sum depends only on the public base and on the
 trained adapter, so the guarantee of the adapter covers it.
 """
 
@@ -23,19 +23,19 @@ from dpllm.ghost.refusals import is_packed
 from dpllm.models.quantization import sharding_of
 
 MERGED_FOLDER = "merged"
-"""Folder, inside that of the adapter, of the model with its adapter merged."""
+"""Folder of the merged model, inside the adapter's folder."""
 
 
 def refuse_unmergeable(model: Any, args: Any = None) -> None:
-    """Make sure, before the training, that an adapter can be merged after it.
+    """Check, before the training, that an adapter can be merged after it.
 
     Args:
-        model: to train, or trained.
+        model: model to train, or trained model.
         args: ``TrainingArguments``; None: the model is whole on this process.
 
     Raises:
-        ConfigError: there is no adapter, it is of another kind than LoRA, it changes a quantised model in another way
-            than by a sum, it changes a weight that several layers share, or no process will have the whole model.
+        ConfigError: there is no adapter, it is not LoRA, it changes a quantised model by more than
+            a sum, it changes a weight that several layers share, or no process will have the whole model.
     """
     if args is not None and (shards := sharding_of(args)) is not None:
         raise ConfigError(
@@ -61,7 +61,7 @@ def refuse_unmergeable(model: Any, args: Any = None) -> None:
 
 
 def _refuse_shared(model: nn.Module) -> None:
-    """Refuse an adapter of one of several layers that share a weight: the sum would change the others, too."""
+    """Refuse an adapter of one of several layers that share a weight: merging would change the others, too."""
     paths: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         paths.setdefault(id(parameter), []).append(name)
@@ -90,15 +90,15 @@ def _refuse_other_parts(model: nn.Module) -> None:
 
 
 def merged(model: Any) -> Any:
-    """Return a copy of a model with its LoRA adapter added to its weights, in ``config.dtype``, without quantisation.
+    """Return a copy of a model with its LoRA adapter merged into its weights, in ``config.dtype``, not quantised.
 
     The frozen weights are restored from their stored form: the adapter was trained on these, not on the original ones.
 
     Args:
-        model: with LoRA adapters, whole on this process, without hooks of a run.
+        model: model with LoRA adapters, whole on this process, without hooks of a run.
 
     Raises:
-        ConfigError: as `refuse_unmergeable`.
+        ConfigError: see `refuse_unmergeable`.
     """
     refuse_unmergeable(model)
     whole = copy.deepcopy(model)

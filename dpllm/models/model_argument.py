@@ -1,6 +1,6 @@
-"""The model of a Trainer from what its caller gave: a name, a description, a function, or the model itself.
+"""Make the model of a Trainer from its caller's argument: a name, a description, a function, or the model itself.
 
-Place in the flow: first in `dpllm.DPTrainer`, before any data are read. All ways end in a model with its tokenizer, and
+`dpllm.DPTrainer` does this first, before any data are read. All ways end in a model with its tokenizer, and
 nothing about them may depend on private rows: neither the weights, nor the adapters, nor the names of the classes.
 """
 
@@ -28,8 +28,8 @@ class GivenModel:
     """The model to train.
 
     Attributes:
-        model: with its adapters.
-        tokenizer: as it was given, or that of the model's name. None: there is none.
+        model: model with its adapters.
+        tokenizer: tokenizer as passed, or that of the model's name. None: there is none.
     """
 
     model: nn.Module
@@ -50,12 +50,12 @@ class GivenModel:
 
         Args:
             model: the model; its folder or its name on the Hub; or a mapping with the keys of a recipe's section
-                ``model``. A name without a task has the task that the model was saved for.
-            model_init: a function without arguments that returns the model, in place of ``model``.
-            peft_config: describes an adapter for the model. None: it is trained as it is.
-            tokenizer: None: for a model that is given by its name, the one beside its weights.
+                ``model``. A name without a task has the task for which the model was saved.
+            model_init: a function without arguments that returns the model, instead of ``model``.
+            peft_config: describes an adapter for the model. None: it is trained without a new adapter.
+            tokenizer: None: for a model given by name, the tokenizer stored with its weights.
             class_names: names of the classes, in order; public facts. They are written into the model's configuration.
-            seed: for new weights, the same on all processes.
+            seed: seed for new weights, the same on all processes.
             private: the data sets; a function that reads one is refused.
 
         Raises:
@@ -128,14 +128,14 @@ def _described(model: str | Mapping[str, Any], peft_config: Any) -> ModelConfig:
 
 
 def _saved_task(name: str, trusted: bool) -> str:
-    """Return the task that a model was saved for, by its config.json.
+    """Return the task for which a model was saved, according to its config.json.
 
     Args:
         name: a folder, or a name on the Hub.
         trusted: whether code in the folder may run.
 
     Raises:
-        ConfigError: it cannot be read, or the class is none of a task's, such as an encoder without a head.
+        ConfigError: it cannot be read, or the class belongs to no task, such as an encoder without a head.
     """
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trusted)
@@ -156,12 +156,12 @@ def name_classes(model: Any, class_names: Sequence[str], own: bool = False) -> N
     """Write the names of the classes into a model's configuration, so that the released model answers with them.
 
     Args:
-        model: of transformers.
+        model: a transformers model.
         class_names: in the order of the labels' numbers; public facts.
-        own: whether the model takes these names if it has others, as in a recipe, whose labels they number.
+        own: whether these names replace the model's, as in a recipe, whose labels they number.
 
     Raises:
-        ConfigError: the model has another number of classes, or other names, or no classes.
+        ConfigError: the model has a different number of classes, different names, or no classes.
     """
     if labels_of(task_of(model)) not in ("class", "tokens", "numbers") or task_of(model) == "regression":
         raise ConfigError(

@@ -1,18 +1,18 @@
-"""A rehearsal: short trainings with the plan's noise on public text, which compare learning rates without any ε.
+"""Rehearse a run: short trainings with the plan's noise on public text, which compare learning rates without any ε.
 
-Place in the flow: before the private run, by `dpllm plan --rehearse`. The private records are neither read nor needed:
-the rehearsal has a plan of its own, for the public rows, in a folder that is deleted. Each training is one of
-`dpllm.DPTrainer`, so it takes the steps of the product: clipping, noise, schedule and average.
+`dpllm plan --rehearse` does this before the private run. The private records are neither read nor needed:
+the rehearsal has its own plan, for the public rows, in a folder that is deleted. Each training is done
+by `dpllm.DPTrainer`, so it takes the product's own steps: clipping, noise, schedule and average.
 
-What is the plan's and what is shorter:
+What equals the plan and what is shorter:
 
 - Batch b, clip norm, clipping, σ, and the bands and strategy of the noise are the plan's, so a step has the plan's
-  ratio of noise to signal. If the public text has too few rows for such batches, batch and σ shrink by the same factor:
+  noise-to-signal ratio. If the public text has too few rows for such batches, batch and σ shrink by the same factor:
   σ/b, the noise of the averaged gradient, stays the plan's, and only the sampling noise of a step grows.
-- The number of steps is a quarter, in whole cycles of bands. The schedule is the same share of the run, and so is the
-  average. Fewer steps collect less signal, so the losses are worse than those of the run; only their order counts.
+- The number of steps is a quarter, in whole cycles of bands. The schedule and the average cover the same shares of the
+  run. Fewer steps collect less signal, so the losses are worse than those of the run; only their order counts.
 - The learning rate is multiplied by a factor with which noise moves the released weights of rehearsal and run equally
-  far (`dpllm.planning.rate_scaling`): with independent noise a quarter of the steps takes twice the rate, as in the
+  far (`dpllm.planning.rate_scaling`): with independent noise, a quarter of the steps takes twice the rate, as in the
   rule 1/√T.
 """
 
@@ -63,7 +63,7 @@ class Shortened:
     Attributes:
         num_steps: T'.
         batch: the expected batch size, in public rows.
-        noise_multiplier: σ of such batches; σ/b is the plan's.
+        noise_multiplier: σ for such batches; σ/b is the plan's.
         average: the average, over the same share of the steps. None: the last weights.
         rate_factor: the learning rate of the rehearsal over that of the run.
         batch_of_plan: b.
@@ -123,7 +123,7 @@ class Rehearsal:
         shortened: the numbers of each training.
         source: name of the public text.
         num_rows: public rows that were trained on.
-        num_held_out: public rows of which the losses are the mean.
+        num_held_out: number of public rows over which the losses are averaged.
     """
 
     trials: tuple[Trial, ...]
@@ -277,7 +277,7 @@ def _loss_of(
         head=recipe.model.head,
         noise_memory=recipe.noise_memory,
         average=shortened.average,
-        start_is_independent=True,  # of the public rows nothing is protected
+        start_is_independent=True,  # the public rows need no protection
     )
     trainer.remove_callback(PrinterCallback)
     try:
@@ -314,5 +314,5 @@ class Steps(TrainerCallback):
         self._moved = moved
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Call it."""
+        """Call the function."""
         self._moved(state.global_step)

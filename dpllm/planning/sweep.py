@@ -1,8 +1,8 @@
 """Choose batch size, number of steps and noise: compare many ways to spend one privacy budget before paying for a run.
 
-Place in the flow: beside the plan, before a run. `dpllm.privacy.calibration` finds σ at every point of a grid, with
+This happens before a run. `dpllm.privacy.calibration` finds σ at every point of a grid, with
 independent noise or with every noise that a recipe allows, and one point is recommended. Nothing is trained, and no
-private data are read. `dpllm.planning.sweep_text` puts the result into words, `dpllm.planning.sweep_figure` draws it.
+private data are read. `dpllm.planning.sweep_text` formats the result as text, `dpllm.planning.sweep_figure` draws it.
 
 Terms. b units are expected in a step, T steps are taken, σ keeps the run within the budget (ε, δ), C is the clip norm.
 
@@ -10,8 +10,8 @@ Terms. b units are expected in a step, T steps are taken, σ keeps the run withi
   quality of private training depends on σ/b and on T, and hardly on b and σ separately ("Scaling Laws for
   Differentially Private Language Models", arXiv:2501.18914, used to set up VaultGemma, arXiv:2510.15001).
 * *Predicted noise* (σ/b) ‖wᵀM⁻¹‖ / Σw: the standard deviation of the noise in the released weights over their response
-  to a constant gradient of norm C, with the response w of the run (`dpllm.mechanism.workload`) and the correlation M of
-  the noise. With independent noise and equal steps it is σ / (b √T).
+  to a constant gradient of norm C, with the run's response w (`dpllm.mechanism.workload`) and the noise's
+  correlation M. With independent noise and equal steps it is σ / (b √T).
 * *Cumulative signal-to-noise ratio* √T b/σ, with independent noise: the sum of T averaged gradients has T times the
   signal of one and √T times its noise. Its unit is (signal per step)/C, which is assumed to be the same at all points.
 * *Full batch* N μ: the ratio of b = N for any T, since σ is √T/μ there; μ is the distance of two unit normals that are
@@ -24,27 +24,27 @@ zero-out). Without T:
 
     (√T b/σ) / (N μ) = 1 / √(σ² (exp(1/σ²) - 1)),      d log(√T b/σ) / d log b = (1 - σ² (1 - exp(-1/σ²))) / 2.
 
-So the share of the full batch's ratio depends only on σ. If σ is small, twice the batch and half the steps need hardly
-more noise, and the ratio grows like √b. If σ is large, σ itself grows like √b, and the ratio does not grow. The
+The share of the full batch's ratio therefore depends only on σ. If σ is small, twice the batch and half the steps need
+hardly more noise, and the ratio grows like √b. If σ is large, σ itself grows like √b, and the ratio does not grow. The
 share is 90 % at σ = 1.57. The numbers of a sweep come from the accountant, not from this formula: the limit is not a
 bound, and it is inaccurate when few steps see a unit.
 
-The rule. Points of one compute are nearly the best if the best has at least 90 % of their noise. Of these, the point
-with the smallest batch, which takes the most steps, is recommended, and of several the one that keeps the fewest
+The rule. Points with one compute are nearly the best if the best has at least 90 % of their noise. Of these, the point
+with the smallest batch, which takes the most steps, is recommended, and of several the one that stores the fewest
 tensors. With r > 0, the noise √(((σ/b)² + r²) / T) is compared, where r is the root mean square of the entries of the
 averaged clipped gradient over C: T noisy steps are worth T / (1 + (σ/b)²/r²) noiseless steps. If all directions have
 the same curvature, the gain of the best step along a noisy gradient is that of the noiseless one divided by
 1 + (noise power)/(signal power) (arXiv:1812.06162, section 2.2). The bound of SGD on convex losses, proportional to
-√((signal power + noise power)/T), orders points in the same way. With r = 0, noise exceeds the signal of every step.
-The two papers on private training report that, for a given compute, larger batches pay more than more steps. This rule
-decides how large, under the assumptions in `Sweep.assumptions`. It is not a fitted law. With many bands the noise
-hardly depends on the batch: the rule then takes smaller batches and more steps.
+√((signal power + noise power)/T), orders points in the same way. With r = 0, noise exceeds the signal in every step.
+The two papers on private training report that, for a given compute, larger batches pay off more than more steps. This
+rule decides how large, under the assumptions in `Sweep.assumptions`. It is not a fitted law. With many bands, the noise
+hardly depends on the batch, so the rule takes smaller batches and more steps.
 
-Noise of a fixed order (`dpllm.mechanism.blt`) needs no sampling of units. Its points are listed with those of other
+Noise in a fixed order (`dpllm.mechanism.blt`) needs no sampling of units. Its points are listed with those of other
 correlated noise, for runs whose units cannot be sampled, and recommended only if the recipe has such noise. Its
-predicted noise may be the least of all, above all in one pass. But the one fine-tuning that was measured was about as
-good as with 16 bands (`docs/correlated_noise.md`), a resume is charged as a second release of all units, and ε under
-replace-one is larger: the user has to choose it.
+predicted noise may be the least of all, especially in a single pass. But the one fine-tuning that was measured was
+about as good as with 16 bands (`docs/correlated_noise.md`), a resume is charged as a second release of all units, and ε
+under replace-one is larger, so the user has to choose it.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ class Budget:
         Args:
             batch_size: b.
             num_steps: T.
-            noise: with all its numbers.
-            exact: calibrate as for a plan. Otherwise that is only done where a coarse grid of losses, which takes a
+            noise: the noise with all its numbers.
+            exact: calibrate as for a plan. Otherwise this is done only where a coarse grid of losses, which takes a
                 tenth of the time, leaves more than `TOLERANCE` of the target unused.
             quick: find σ to about 0.2 % on that grid everywhere, without its ε: enough to compare noises.
         """
@@ -176,7 +176,7 @@ class Cost:
     tokens_per_second: float | None = None
     """Measured throughput of all GPUs together."""
     flops_per_token: float | None = None
-    """For an estimate without measurement; 6 per parameter for forward and backward of a full fine-tuning."""
+    """For an estimate without measurement; 6 per parameter for forward and backward in full fine-tuning."""
     peak_flops: float | None = None
     """Peak floating-point operations per second of one GPU."""
     utilization: float | None = None
@@ -216,7 +216,7 @@ class Cost:
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """What the time assumes, in words."""
+        """The assumptions of the time, in words."""
         if self.tokens_per_second is not None:
             return ("Time is tokens divided by the measured rate, which does not depend on b.",)
         if self.flops_per_token is None:
@@ -244,7 +244,7 @@ class SweepPoint:
     gain: float
     """‖wᵀM⁻¹‖ / Σw, by which `predicted_noise` exceeds σ/b; 1/√T with independent noise and equal steps."""
     relative: float | None = None
-    """`predicted_noise` over that of independent noise with the recipe's batch size; None without a recipe's."""
+    """`predicted_noise` over that of independent noise with the recipe's batch size; None without a recipe."""
     share_of_full_batch: float | None = None
     """`signal_to_noise` over that of full batches."""
     effective_steps: float | None = None
@@ -256,7 +256,7 @@ class SweepPoint:
     tokens: float | None
     seconds: float | None
     tensors_kept: int
-    """How many tensors of the gradient's size are kept between two steps; 0 with independent noise."""
+    """How many tensors of the gradient's size are stored between two steps; 0 with independent noise."""
     sampled: bool
     """Whether units are drawn at random. False: they are visited in a fixed order."""
     on_line: bool
@@ -267,7 +267,7 @@ class SweepPoint:
 
     @property
     def noise(self) -> str:
-        """The noise in words, for instance "8 bands, geometric γ = 0.978"."""
+        """Description of the noise, for instance "8 bands, geometric γ = 0.978"."""
         return _words(self.options)
 
     @property
@@ -297,16 +297,16 @@ class SweepPoint:
         return math.inf if ratio is None else math.hypot(ratio, gradient_rms) * self.gain
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, the computed figures beside the others."""
+        """Return plain values, including the computed figures."""
         computed = ("noise", "examples", "noise_to_batch_ratio", "signal_to_noise", "predicted_noise")
         return {**{name: getattr(self, name) for name in computed}, **dataclasses.asdict(self)}
 
 
 def recommend(points: Iterable[SweepPoint], min_steps: int = 1, gradient_rms: float = 0.0) -> SweepPoint:
-    """Return the point of the smallest batch within 10 % of the least noise; of several, the least memory.
+    """Return the point of the smallest batch within 10 % of the least noise; of several, the one with least memory.
 
     Args:
-        points: points of one compute.
+        points: points with one compute.
         min_steps: points with fewer steps are left out.
         gradient_rms: r.
 
@@ -341,7 +341,7 @@ class WhatIf:
 class Sweep:
     """Points of one privacy budget, one of which is recommended. Made by `sweep`.
 
-    Points with independent noise alone come by batch size and steps; with correlated noise, the least noise first.
+    Points with independent noise alone are ordered by batch size and steps; with correlated noise, by noise.
     """
 
     budget: Budget
@@ -353,19 +353,19 @@ class Sweep:
     gradient_rms: float
     """r; 0 when unknown."""
     points: tuple[SweepPoint, ...]
-    """The grid, and the points of the line of compute K that are not in it."""
+    """The grid, and the points on the line of compute K that are not in it."""
     cost: Cost
     what_if: tuple[WhatIf, ...]
-    """Empty where noises are compared."""
+    """Empty if noises are compared."""
 
     @property
     def correlated(self) -> bool:
-        """Whether noises are compared, and not independent noise alone."""
+        """Whether several noises are compared, not independent noise alone."""
         return any(point.tensors_kept for point in self.points)
 
     @property
     def line(self) -> tuple[SweepPoint, ...]:
-        """The points of compute K."""
+        """The points with compute K."""
         return tuple(point for point in self.points if point.on_line)
 
     @property
@@ -380,12 +380,12 @@ class Sweep:
 
     @property
     def recommended_independent(self) -> SweepPoint:
-        """The point that the same rule takes if only independent noise is allowed."""
+        """The point that the same rule selects if only independent noise is allowed."""
         return recommend([point for point in self.independent if point.on_line], self.min_steps, self.gradient_rms)
 
     @property
     def recommended_without_sampling(self) -> SweepPoint | None:
-        """The point that the same rule takes for units that cannot be sampled; None if none reaches the target."""
+        """The point that the same rule selects for units that cannot be sampled; None if none reaches the target."""
         points = _usable((point for point in self.line if not point.sampled), self.min_steps)
         return recommend(points) if points else None
 
@@ -426,7 +426,7 @@ class Sweep:
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """What has to hold for the recommendation, in words."""
+        """The assumptions of the recommendation, in words."""
         if self.correlated:
             return (
                 f"All points expect {self.compute:,} units in total.",
@@ -459,7 +459,7 @@ class Sweep:
         return texts + self.cost.assumptions
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain values that JSON can hold."""
+        """Return everything as plain values that JSON can represent."""
         values, fixed = dataclasses.asdict(self), self.recommended_without_sampling
         return {
             **values.pop("budget"),
@@ -510,15 +510,15 @@ def sweep(
     """Calibrate σ for batch sizes, steps and noises, and recommend a point.
 
     Guarantee: with independent noise, `accounting.epsilon` of every point with its σ, without truncation, is at most
-    the target. At most 1 % of the target is left, at the recommended point less than 0.1 %. Where noises are compared,
-    σ is found to about 0.2 %, without a guarantee: the plan of a run is exact.
+    the target. At most 1 % of the target is unused, at the recommended point less than 0.1 %. Where noises are
+    compared, σ is found to about 0.2 %, without a guarantee: the plan of a run is exact.
 
     Args:
         target_epsilon: the ε that a run may cost.
         delta: δ, below 1/N.
         num_units: N, public.
         expected_batch_sizes: values of b, at most N each.
-        step_counts: values of T. None: only points of the line, those with fewer than ``min_steps`` left out.
+        step_counts: values of T. None: only points on the line, without those with fewer than ``min_steps`` steps.
         adjacency: "zero-out" or "replace-one".
         compute: K = b T of the recommendation: "centre" of the grid, "max" for the grid's largest, or a number of
             examples. For each batch size the line has T = K/b, or a T of the grid that is within 5 % of it.
@@ -526,11 +526,11 @@ def sweep(
         gradient_rms: r, ‖mean clipped gradient‖ / (C √parameters), measured on public data; 0 when unknown.
         cost: compute cost of a unit, for tokens and time.
         noise: the noise of the recipe. If it is correlated, its candidates are compared with each other, with
-            independent noise, and with the noise of a fixed order. If it is that of a fixed order, only such points
-            are recommended, else none.
+            independent noise, and with noise in a fixed order. If it is noise in a fixed order, only such points
+            are recommended, otherwise none of them.
         workload_of: a function from T to the workload of a run of T steps; correlated noise needs it. None: equal
             steps, whose sum is released.
-        expected_batch_size: b of the recipe, to whose independent noise the points are compared.
+        expected_batch_size: b of the recipe, with whose independent noise the points are compared.
 
     Raises:
         ValueError: a number is out of range, a grid is empty, or no point can be recommended.
@@ -616,7 +616,7 @@ def sweep(
 
 
 def _compared(points: Sequence[SweepPoint], size: int) -> list[SweepPoint]:
-    """Return the points relative to that with independent noise and the recipe's batch size."""
+    """Return the points relative to the one with independent noise and the recipe's batch size."""
     (plain,) = (one for one in points if one.on_line and one.expected_batch_size == size and not one.tensors_kept)
     least = plain.noise_over_signal()
     if math.isinf(least):
@@ -631,7 +631,7 @@ def _compared(points: Sequence[SweepPoint], size: int) -> list[SweepPoint]:
 
 
 def _candidates(noise: Noise, draw: Draw, workload: Workload | None) -> list[Noise]:
-    """Return independent noise, the recipe's candidates that fit into the groups of this batch, and a fixed order's."""
+    """Return independent noise, the recipe's candidates that fit into this batch's groups, and fixed-order noise."""
     if not noise.tensors_kept or workload is None:
         return [_INDEPENDENT]
     try:
@@ -666,10 +666,10 @@ def equal_compute(points: Iterable[SweepPoint]) -> list[tuple[SweepPoint, ...]]:
 
 
 def _check_counts(num_units: int | None, name: str, values: Sequence[int]) -> None:
-    """Refuse numbers of a grid that are no whole numbers from 1 on, or above N.
+    """Refuse numbers of a grid that are not whole numbers from 1 on, or exceed N.
 
     Raises:
-        ValueError: with the name of the option.
+        ValueError: a number is refused; the message names the option.
     """
     if not values:
         raise ValueError(f"the grid has no {name}: give at least one")
@@ -697,7 +697,7 @@ def _compute(compute: str | int, batches: Sequence[int], steps: Sequence[int]) -
 
 
 def _line(examples: int, batches: Sequence[int], steps: Sequence[int], min_steps: int) -> list[tuple[int, int]]:
-    """Return (b, T) of the given compute, with a T of the grid if one nearly fits."""
+    """Return (b, T) for the given compute, with a T of the grid if one nearly fits."""
     line = []
     for b in batches:
         t = min(steps or [examples // b], key=lambda t: abs(b * t / examples - 1))

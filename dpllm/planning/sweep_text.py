@@ -1,6 +1,6 @@
-"""A sweep for people: rows of a table, and the recommendation in words.
+"""Format a sweep for people: rows of a table, and the recommendation in words.
 
-Place in the flow: after `dpllm.planning.sweep`; nothing is computed here. Printed values of ε and σ are rounded up.
+Printed values of ε and σ are rounded up.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ MARK = "→"
 """Marks the recommended row."""
 
 SHOWN = 12
-"""Rows of compared noises, beside those with independent noise and those without sampling."""
+"""Rows of compared noises, in addition to those with independent noise and those without sampling."""
 
 
 def sweep_rows(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
     """Return the header and rows of text; columns that are empty for all points are left out.
 
-    With independent noise alone there is a row for each point. Where noises are compared, the rows are those of the
-    least noise, the recommended point, and all points with independent noise or a fixed order; they have their rank.
+    With independent noise alone there is a row for each point. Where noises are compared, the rows are those with the
+    least noise, the recommended point, and all points with independent noise or a fixed order, with their ranks.
     The first column holds `MARK` at the recommended point, and "·" at the others of its compute if there is a grid.
     """
     alone, first = not sweep.correlated, sweep.points[0]
@@ -69,7 +69,7 @@ def sweep_rows(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
 def recommendation_text(sweep: Sweep) -> str:
     """Return the recommendation as short paragraphs: the point, its reason, its noise, and its assumptions.
 
-    Where noises are compared, it names the point with independent noise, and the one without sampling, too.
+    Where noises are compared, it also names the point with independent noise and the one without sampling.
     """
     paragraphs = [
         *(_noise_compared(sweep) if sweep.correlated else _noise_alone(sweep)),
@@ -131,7 +131,7 @@ def _noise_compared(sweep: Sweep) -> list[str]:
 
 
 def _override(options: dict[str, Any] | str) -> str:
-    """Return the noise as an override of a recipe; the plan of the run finds the same numbers of the strategy."""
+    """Return the noise as an override of a recipe; the run's plan finds the same numbers of the strategy."""
     if isinstance(options, str):
         return options
     named = [f"{name}: {options[name]}" for name in ("kind", "bands", "strategy", "buffers") if name in options]

@@ -682,7 +682,7 @@ def test_another_model_is_attached_after_detach_only(tmp_path):
 @kills(
     "a run is attached to a model that another run holds",
     "dpllm/training/attached.py",
-    "        refuse_clipped(inside.modules())  # now, before a draw is charged\n",
+    "        refuse_clipped(inside.modules())  # before a draw is charged\n",
     "",
 )
 @pytest.mark.parametrize("gradients", ["ghost", "per_unit"])

@@ -318,7 +318,7 @@ class Coin:
 def test_a_loss_with_its_own_generator_is_refused(tmp_path):
     """Its seed is public, and a coin of one in twenty is missed by a few random states."""
     loss = Coin(torch.Generator().manual_seed(3))
-    with pytest.raises(IndependenceError, match=r"The loss keeps its own random generator \(generator: Generator\)"):
+    with pytest.raises(IndependenceError, match=r"The loss has its own random generator \(generator: Generator\)"):
         trainer(tmp_path, llama(), compute_loss_func=loss).train()
 
 
