@@ -39,7 +39,7 @@ data: {path: private.jsonl, format: classification, max_length: 64, eval: {path:
 """
 DPSGD = """\
 privacy:
-  {epsilon: 8, delta: 1.0e-6, dataset: SST-2, unit: sequence, clip_norm: 1.0, expected_batch_size: 256}
+  {epsilon: 8, delta: 1.0e-6, dataset: SST-2, clip_norm: 1.0, expected_batch_size: 256}
 train:
   output_dir: runs/dpsgd
   max_steps: 60
@@ -52,7 +52,7 @@ train:
   save_strategy: "no"
 """
 TEACH = """\
-privacy: {epsilon: 8, delta: 1.0e-6, dataset: SST-2, unit: sequence}
+privacy: {epsilon: 8, delta: 1.0e-6, dataset: SST-2}
 teach:
   teachers: 50
   public_prompts: public.jsonl

@@ -134,6 +134,8 @@ class HeldOut(Topic):
         if isinstance(given, cls):
             return given
         if isinstance(given, str):
+            if values.is_number_in_quotes(given):
+                raise ConfigError(f"eval is {given!r}, a share in quotes: write it without them")
             return cls(path=given)
         if isinstance(given, Mapping):
             for key in given:

@@ -74,7 +74,7 @@ class PrivacyNumbers(Topic):
             self._set("epsilon", values.between("epsilon", self.epsilon, 0, above=True))
             if self.epsilon > MAX_TARGET_EPSILON:
                 raise ConfigError(
-                    f"epsilon must be at most {MAX_TARGET_EPSILON:g}, got {self.epsilon:g}: a larger ε "
+                    f"epsilon must be at most {MAX_TARGET_EPSILON:g}, got {values.shown(self.epsilon)}: a larger ε "
                     "protects nobody. Take one below 10, or noise_multiplier=0 for a run without privacy"
                 )
         if self.noise_multiplier is not None:

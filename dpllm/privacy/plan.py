@@ -284,7 +284,7 @@ def _within_budget(plan: PrivacyPlan, privacy: PrivacyConfig) -> PrivacyPlan:
     if allowed == 0 or privacy.on_budget == "error":
         raise ValueError(
             f"{plan.num_steps} steps at noise_multiplier={plan.noise_multiplier:g} cost ε = "
-            f"{format_epsilon(plan.epsilon)}, but target_epsilon is {privacy.epsilon:g}: {allowed} of them "
+            f"{format_epsilon(plan.epsilon)}, but privacy.epsilon is {plan.target_epsilon:g}: {allowed} of them "
             f"would stay within it. Remove noise_multiplier, so that it is calibrated to all {plan.num_steps} steps"
             + (f', or set on_budget="stop" to end after {allowed}' if allowed else ", or take a larger one")
         )

@@ -335,7 +335,11 @@ def on_fsdp2(place: Path) -> AuditResult:
 
 def answers(method: str, charges: Sequence[Charge], trials: int, user: bool = False, **settings: Any) -> AuditResult:
     """All answers of a query run in each trial, with and without a canary; a user has at most three rows."""
-    unit = {"unit": "person", "max_rows_per_unit": 3, "rows_kept": "first"} if user else {"unit": "sequence"}
+    unit = (
+        {"unit": "user", "unit_column": "person", "max_rows_per_unit": 3, "rows_kept": "first"}
+        if user
+        else {"unit": "sequence"}
+    )
     plan = QueryPlan(
         **{**unit, "adjacency": "zero-out", "method": method, "num_units": 1000, "delta": 1e-4},
         charges=tuple(charges),

@@ -188,7 +188,7 @@ def test_plans_that_carry_no_audit_are_refused(design, plan, match):
 
 def test_single_rows_are_no_canaries():
     """A plan that draws rows protects users, who would be several canaries."""
-    rows = {"unit": "who", "max_rows_per_unit": 1, "rows_kept": "first"}
+    rows = {"unit": "user", "unit_column": "who", "max_rows_per_unit": 1, "rows_kept": "first"}
     plan = dataclasses.replace(plan_of(4, 4, 1.0, 10), sampling="example", num_examples=4, **rows)
     with pytest.raises(AuditError, match="plan draws"):
         Design(1, 3, 10).check(plan)

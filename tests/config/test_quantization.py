@@ -57,11 +57,9 @@ def test_frozen_weights_need_an_adapter():
 
 
 def test_random_weights_are_not_frozen(tmp_path):
-    """A model from a configuration, without public training; and nothing is merged without an adapter."""
+    """A model from a configuration, without public training."""
     path = "recipes/quickstart.yaml"
     lora = ["model.adapter={r: 2, target_modules: all-linear}", "model.quantization=nf4"]
     assert load_recipe(path, lora).model.quantization == "nf4"
     with pytest.raises(ConfigError, match=r"model\.config"):
         load_recipe(path, [*lora, "public_pretrain=null"])
-    with pytest.raises(ConfigError, match="merges"):
-        load_recipe(path, ["merge_adapter=true"])

@@ -69,10 +69,10 @@ BAD: list[tuple[str, Any]] = [
     *(("privacy.seed", value) for value in (*NOT_WHOLE, -1)),
     *(("data.max_length", value) for value in (*NOT_WHOLE, 0, 1)),
     *(("data.limit", value) for value in (*NOT_WHOLE, 0)),
-    *(("data.eval", value) for value in (*NOT_NUMBERS, -0.1, 1)),
+    *(("data.eval", value) for value in ("1e-3", True, math.nan, [0.1], 0, -0.1, 1)),
     *(("data.path", value) for value in ("", " ", 3, ["a"])),
-    *(("microbatch_tokens", value) for value in ("abc", 0, 2.5, True)),
-    *(("pack_rows", value) for value in ("no", 1)),
+    *(("microbatch.tokens", value) for value in ("abc", 0, 2.5, True)),
+    *(("microbatch.pack", value) for value in ("no", 1)),
 ]
 
 
@@ -83,7 +83,7 @@ def recipe_with(tmp_path: Path, name: str, value: Any) -> Path:
     place: Any = (raw := {key: dict(part) for key, part in RECIPE.items()})
     *sections, key = name.split(".")
     for section in sections:
-        place[section] = dict(place[section])
+        place[section] = dict(place.get(section, {}))
         place = place[section]
     place[key] = value
     path = tmp_path / "recipe.yaml"

@@ -27,55 +27,45 @@ SHAREGPT = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]
 @pytest.mark.parametrize(
     ("record", "form", "columns"),
     [
-        ({"id": 1, "note": SAID}, "text", {"columns": {"text": "note"}}),
-        ({"title": "Rain", "Text": SAID}, "text", {"columns": {"text": "Text"}}),
-        ({"n": 1, "clinicalNote": SAID}, "text", {"columns": {"text": "clinicalNote"}}),
-        ({"note_date": "1 May in the year 2020", "NOTE_BODY": SAID}, "text", {"columns": {"text": "NOTE_BODY"}}),
-        ({"review": "雨が一日中降っていました"}, "text", {"columns": {"text": "review"}}),
+        ({"id": 1, "note": SAID}, "text", {"text": "note"}),
+        ({"title": "Rain", "Text": SAID}, "text", {"text": "Text"}),
+        ({"n": 1, "clinicalNote": SAID}, "text", {"text": "clinicalNote"}),
+        ({"note_date": "1 May in the year 2020", "NOTE_BODY": SAID}, "text", {"text": "NOTE_BODY"}),
+        ({"review": "雨が一日中降っていました"}, "text", {"text": "review"}),
         (
             {"answer": "42", "question": SAID},
             "prompt_completion",
-            {
-                "columns": {"prompt": "question", "completion": "answer"},
-            },
+            {"prompt": "question", "completion": "answer"},
         ),
         (
             {"instruction": SAID, "input": "", "output": "yes"},
             "instruction",
-            {
-                "columns": {"instruction": "instruction", "output": "output"},
-            },
+            {"instruction": "instruction", "output": "output"},
         ),
         (
             {"instruction": SAID, "context": SAID, "response": "yes", "category": "open_qa"},
             "instruction",
-            {
-                "columns": {"instruction": "instruction", "input": "context", "output": "response"},
-            },
+            {"instruction": "instruction", "input": "context", "output": "response"},
         ),
-        ({"messages": CHAT}, "chat", {"columns": {"messages": "messages"}}),
-        ({"messages": json.dumps(CHAT)}, "chat", {"columns": {"messages": "messages"}}),
-        ({"prompt": SAID, "earlier": CHAT, "messages": CHAT}, "chat", {"columns": {"messages": "messages"}}),
+        ({"messages": CHAT}, "chat", {"messages": "messages"}),
+        ({"messages": json.dumps(CHAT)}, "chat", {"messages": "messages"}),
+        ({"prompt": SAID, "earlier": CHAT, "messages": CHAT}, "chat", {"messages": "messages"}),
         (
             {"messages": [*CHAT, {"role": "user", "content": [{"type": "text", "text": "so"}]}]},
             "chat",
-            {"columns": {"messages": "messages"}},
+            {"messages": "messages"},
         ),
-        ({"id": "c1", "conversations": SHAREGPT}, "chat", {"columns": {"messages": "conversations"}}),
-        ({"dialogue": CHAT, "text": SAID}, "chat", {"columns": {"messages": "dialogue"}}),
+        ({"id": "c1", "conversations": SHAREGPT}, "chat", {"messages": "conversations"}),
+        ({"dialogue": CHAT, "text": SAID}, "chat", {"messages": "dialogue"}),
         (
             {"sentence": SAID, "label": 0},
             "classification",
-            {
-                "columns": {"text": "sentence", "label": "label"},
-            },
+            {"text": "sentence", "label": "label"},
         ),
         (
             {"review": SAID, "sentiment": "bad"},
             "classification",
-            {
-                "columns": {"text": "review", "label": "sentiment"},
-            },
+            {"text": "review", "label": "sentiment"},
         ),
     ],
 )
@@ -110,7 +100,7 @@ def test_without_evidence_nothing_is_proposed(tmp_path, records):
 def test_labels_repeat(tmp_path):
     """Numbers that are all different are no classes."""
     found = found_in(tmp_path, *({"text": SAID, "label": n / 7} for n in range(40)))
-    assert (found.guessed_format(), found.proposed("label_column")) == ("text", None)
+    assert (found.guessed_format(), found.proposed("label")) == ("text", None)
 
 
 def test_a_column_of_people_is_no_label_and_no_text(tmp_path):

@@ -238,7 +238,7 @@ class TestHeldOut:
         assert none is None and len(whole) == 50
 
     def test_held_out_records_come_from_their_own_file(self, path, tmp_path):
-        """`eval_path` takes nothing from the training records, for any limit."""
+        """A path of held-out records takes nothing from the training records, for any limit."""
         other = write(tmp_path / "dev.csv", [{"text": text} for text in TEXTS])
         train, held_out = load_train_and_eval(config(path=path, eval=str(other), limit=2))
         assert held_out is not None and len(train) == 2 and held_out["text"][:] == TEXTS
@@ -250,7 +250,7 @@ class TestHeldOut:
 
     def test_a_split_of_a_local_file_is_refused(self, path):
         """A local file has one split, so a second one cannot be held out of it by name."""
-        with pytest.raises(ConfigError, match="eval_path"):
+        with pytest.raises(ConfigError, match=r"held-out records as data\.eval"):
             load_train_and_eval(config(path=path, eval={"split": "test"}))
 
 
@@ -512,7 +512,7 @@ class TestFolders:
 
     def test_the_split_that_is_trained_on_is_not_held_out(self):
         """This holds for a Hub data set as well."""
-        with pytest.raises(ConfigError, match="eval_split='train"):
+        with pytest.raises(ConfigError, match=r"data\.eval\.split='train"):
             load_train_and_eval(config(path="some/data", eval={"split": "train"}))
 
     def test_many_exact_copies_are_noted(self, tmp_path):

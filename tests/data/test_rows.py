@@ -581,19 +581,19 @@ class TestNotes:
         """Only the number of users is public there."""
         texts = [("Ann", "a text that is long enough"), ("ann", "another text")] * 5
         records, rows = self.rows(tmp_path, tokenizer, texts)
-        notes = self.note(tmp_path, records, rows, unit="user", unit_column="who", max_rows_per_unit=2)
+        notes = self.note(tmp_path, records, rows, unit="who", max_rows_per_unit=2)
         assert notes.facts == {"a record is": ["one JSON object"]}
         assert len(notes.open_points) == 1 and "differ only in upper and lower case" in notes.open_points[0]
 
     def test_ids_that_are_each_in_one_row_are_an_open_point(self, tmp_path, tokenizer):
         """If the id of a message were used as a person's id, each message would count as a person."""
         records, rows = self.rows(tmp_path, tokenizer, [(str(number), f"text {number}") for number in range(10)])
-        notes = self.note(tmp_path, records, rows, unit="user", unit_column="who", max_rows_per_unit=2)
+        notes = self.note(tmp_path, records, rows, unit="who", max_rows_per_unit=2)
         assert len(notes.open_points) == 1 and "No id in column 'who' occurs twice" in notes.open_points[0]
         records, rows = self.rows(tmp_path, tokenizer, [(str(number // 2), f"text {number}") for number in range(10)])
         other = tmp_path / "other"
         other.mkdir()
-        assert not self.note(other, records, rows, unit="user", unit_column="who", max_rows_per_unit=2).open_points
+        assert not self.note(other, records, rows, unit="who", max_rows_per_unit=2).open_points
 
 
 def test_tokenizing_long_records_takes_little_memory(tokenizer):

@@ -107,7 +107,7 @@ def test_counts_are_those_of_the_model(config, kind, tied):
     assert shape.frozen == shape.total - shape.trainable
     assert shape.largest_trainable == max(trainable)
     assert (shape.num_layers, shape.hidden, shape.head.vocabulary, shape.head.tied) == (3, 64, 500, tied)
-    assert shape.block.has_adapters == ("peft" in changes)
+    assert shape.block.has_adapters == ("adapter" in changes)
 
 
 @pytest.mark.parametrize(("size", "total"), [("8B", 8_030_261_248), ("70B", 70_553_706_496), ("405B", 405_853_388_800)])

@@ -112,7 +112,7 @@ def test_every_number_has_a_reason(tmp_path, base_model, here):
     for key in (
         *("data.max_length", "data.eval", "privacy.epsilon", "privacy.delta", "privacy.clip_norm"),
         *("privacy.max_rows_per_unit", "privacy.expected_batch_size", "privacy.noise", "train.max_steps"),
-        *("train.learning_rate", "train.average", "train.lr_scheduler_type", "microbatch_tokens"),
+        *("train.learning_rate", "train.average", "train.lr_scheduler_type", "microbatch.tokens"),
     ):
         assert reasons[key], key
 
@@ -122,7 +122,7 @@ def test_what_a_person_chose_is_kept_and_marked(tmp_path, base_model, here):
     path = write(tmp_path / "n.jsonl", notes(300, 4, 200))
     own = {"max_length": 48, "held_out": 0.0, "adapter": True, "rank": 4, "rows": 7, "unit_column": "who"}
     made = new_recipe(wishes(path, base_model, epsilon=3.0, **own), here)
-    assert made.value("data.max_length") == 48 and made.value("data.eval") == 0
+    assert made.value("data.max_length") == 48 and made.value("data.eval") is None
     assert made.value("model.adapter")["r"] == 4 and made.value("privacy.max_rows_per_unit") == 7
     assert made.plan.num_units == made.population == 200 and made.plan.target_epsilon == 3
     (length,) = (item.reason for item in made.settings if item.key == "data.max_length")
@@ -176,7 +176,7 @@ def test_chats_are_split_and_keep_their_column(tmp_path, base_model, here):
     tokenizer = copy.deepcopy(here.tokenizer)
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
     made = new_recipe(wishes(path, base_model, data=data), dataclasses.replace(here, tokenizer=tokenizer))
-    assert made.value("data.columns.messages") == "talk" and made.value("data.long_records") == "split"
+    assert made.value("data.columns") == {"messages": "talk"} and made.value("data.long_records") == "split"
 
 
 def test_an_encoder_decoder_gets_its_task(here):

@@ -161,7 +161,7 @@ def test_public_text_that_is_the_private_data_is_refused_by_name(path, tmp_path)
     with pytest.raises(DataError, match="is a source of the private records"):
         public_section(held_out, f"{tmp_path}/public.jsonl")
     public = load_recipe(path, [f"data.eval={tmp_path}/public.jsonl", "data.eval.public=true"])
-    assert public_section(public, f"{tmp_path}/public.jsonl").eval_path is None
+    assert public_section(public, f"{tmp_path}/public.jsonl").eval.path is None
     (tmp_path / "private.jsonl").unlink()  # also where it is absent
     with pytest.raises(DataError, match="is a source of the private records"):
         public_section(recipe, f"{tmp_path}/private.jsonl")

@@ -76,7 +76,7 @@ def test_auto_takes_the_fewest_bands_that_are_nearly_the_best():
 
 def test_less_epsilon_takes_fewer_bands():
     """With more noise the rounds of larger samples cost more than the correlation saves."""
-    bands = [plan_of("banded", target_epsilon=epsilon).to_dict()["noise"]["bands"] for epsilon in (0.3, 8.0)]
+    bands = [plan_of("banded", epsilon=epsilon).to_dict()["noise"]["bands"] for epsilon in (0.3, 8.0)]
     assert bands[0] < bands[1]
 
 
@@ -147,7 +147,7 @@ def test_options_of_a_recipe_are_checked_when_it_is_read():
         with pytest.raises(ConfigError, match=text):
             PrivacyConfig(noise=noise, **settings)
     own = {"kind": "banded", "bands": 2, "strategy": "free", "coefficients": [0.8, 0.5]}
-    assert plan_of(own, target_epsilon=None, noise_multiplier=1.0).to_dict()["noise"] == own
+    assert plan_of(own, epsilon=None, noise_multiplier=1.0).to_dict()["noise"] == own
 
 
 def test_the_prediction_compares_with_independent_noise_at_the_same_epsilon():
@@ -165,7 +165,7 @@ def test_the_prediction_compares_with_independent_noise_at_the_same_epsilon():
     assert found.step_ratio == pytest.approx(per_step / plain.noise_multiplier, rel=5e-3) and found.step_ratio > 2
     assert "learning rate" in found.step_words(divides=True) and "learning rate" not in found.step_words(divides=False)
     assert prediction(plain, LINEAR) is None
-    silent = plan_of({"kind": "banded", "bands": 4}, noise_multiplier=0.0, target_epsilon=None)
+    silent = plan_of({"kind": "banded", "bands": 4}, noise_multiplier=0.0, epsilon=None)
     assert prediction(silent, LINEAR) is None
     assert any("geometric with ratio" in value for _, value in format_plan(plan))
 

@@ -210,7 +210,7 @@ def test_rows_drawn_singly_are_planned_over_rows() -> None:
     whole = make_plan(privacy(), num_units=1000, num_steps=50)
     assert plan.epsilon > epsilon([(whole.event, 50)], plan.delta)
     assert ("rows, each drawn and clipped by itself", "1,000") in format_plan(plan)
-    calibrated = make_plan(by_example(noise_multiplier=None, target_epsilon=5), 500, 50, 1000)
+    calibrated = make_plan(by_example(noise_multiplier=None, epsilon=5), 500, 50, 1000)
     assert 4.99 < calibrated.epsilon <= 5
 
 

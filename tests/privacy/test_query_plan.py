@@ -123,7 +123,7 @@ def test_a_run_on_a_model_costs_both(tmp_path: Path) -> None:
     [
         {"dataset": "letters"},
         {"num_units": UNITS + 1},
-        {"unit": "id", "max_rows_per_unit": 2, "rows_kept": "first"},
+        {"unit": "user", "unit_column": "id", "max_rows_per_unit": 2, "rows_kept": "first"},
         {"dataset": None},
     ],
 )

@@ -45,7 +45,7 @@ def ledger_of(path: Path, plan: PrivacyPlan, steps: int, resumed: int = 0, end: 
 
 def test_the_target_is_met_by_the_selection():
     """σ is larger than for one run, and ε of the plan is at most the target; no draw is truncated."""
-    plan, single = plan_of(target_epsilon=2, noise_multiplier=None), plan_of(noise_multiplier=1.0, selection=None)
+    plan, single = plan_of(epsilon=2, noise_multiplier=None), plan_of(noise_multiplier=1.0, selection=None)
     alone = make_plan(PrivacyConfig(epsilon=2, clip_norm=1, expected_batch_size=20), 1000, 20)
     assert 1.99 < plan.epsilon <= 2 and plan.noise_multiplier > alone.noise_multiplier
     assert plan.max_batch_size == 1000 and single.max_batch_size < 1000

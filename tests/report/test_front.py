@@ -108,7 +108,7 @@ def test_users_and_rows(tmp_path: Path) -> None:
     """The column and the bound of users; rows where nothing says which record they are from."""
     for name in ("users", "rows"):
         (tmp_path / name).mkdir()
-    users = report_of(tmp_path / "users", unit="user", unit_column="patient", max_rows_per_unit=4)
+    users = report_of(tmp_path / "users", unit="patient", max_rows_per_unit=4)
     assert "same id in the column “patient”, of which at most 4 were used" in users.front.protected
     assert "texts of 1,000 users" in users.front.what and "whether the data of one user was used" in users.front.odds
     rows = report_of(tmp_path / "rows", facts=((UNITS_MADE_OF, ONE_ROW),), adjacency="replace-one")

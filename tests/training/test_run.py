@@ -592,7 +592,7 @@ def test_a_model_that_a_loop_of_ones_own_saved_is_known_to_verify(tmp_path):
 )
 def test_a_loop_of_ones_own_notes_the_doubts_about_its_units(units, unit, doubt, tmp_path):
     """As the Trainer does: a person may be spread over several units, and a text may be in several records."""
-    single = {"unit": None, "max_rows_per_unit": None} if unit == "sequence" else {}
+    single = {"unit": "sequence", "unit_column": None, "max_rows_per_unit": None} if unit == "sequence" else {}
     made = dataclasses.replace(plan_of(num_units=units.num_units), **single)
     rows = dataclasses.replace(rows_of(), units=units, lengths=np.full(units.num_rows, 8))
     PrivateRun.start(tmp_path, made, rows).ledger.close()

@@ -66,7 +66,7 @@ def test_leaving_out_an_example_moves_the_sum_by_the_bound_at_most(tmp_path):
 @kills(
     "the column of users is lost when examples are prepared",
     "dpllm/training/sft_trainer.py",
-    "keep = [data.columns.unit] if data.columns.unit else []",
+    "keep = [privacy.unit] if privacy.unit else []",
     "keep = []",
 )
 def test_users_are_units_and_the_model_may_be_a_folder_with_an_adapter(tmp_path):

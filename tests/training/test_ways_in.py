@@ -174,7 +174,7 @@ def test_neighbours_move_the_sum_by_at_most_2_c(tmp_path, folder, tokenizer, for
 @kills(
     "the ids of users are lost when raw columns become rows",
     "dpllm/training/trainer.py",
-    'keep = [data.columns.unit] if privacy.unit == "user" and data.columns.unit else []',
+    'keep = [privacy.unit] if privacy.protects == "user" and privacy.unit else []',
     "keep = []",
 )
 def test_users_of_raw_rows_are_units(tmp_path, folder):
@@ -247,11 +247,11 @@ MISTAKES = {
     "processor": ({"processing_class": object()}, "processing_class is of type object, and the texts"),
     "no arguments": ({"args": None}, r"args is missing: pass transformers\.TrainingArguments\(output_dir="),
     "arguments as a dictionary": ({"args": {"output_dir": "x"}}, "args is of type dict"),
-    "no privacy": ({"privacy": None}, r"privacy is missing: pass dpllm\.PrivacyConfig\(target_epsilon="),
+    "no privacy": ({"privacy": None}, r"privacy is missing: pass dpllm\.PrivacyConfig\(epsilon="),
     "no guarantee": ({"privacy": 8}, "privacy is of type int"),
     "misspelt": (
-        {"privacy": {**PRIVACY, "epsilon": 8}},
-        "unknown key 'privacy.epsilon'; did you mean 'privacy.target_ep",
+        {"privacy": {**PRIVACY, "epsilom": 8}},
+        "unknown key 'privacy.epsilom'; did you mean 'privacy.epsilon'",
     ),
     "missing": ({"privacy": {"clip_norm": 1.0}}, "missing key 'privacy.expected_batch_size'; it has no default"),
     "value": ({"privacy": {**PRIVACY, "clip_norm": -1}}, "section 'privacy': clip_norm must be > 0, got -1"),

@@ -195,7 +195,7 @@ def test_open_questions_share_the_delta_of_their_thresholds(recipe):
         (["data.max_length=40"], "the model sees 64"),
         (["model.adapter={r: 4}"], "leave model.task"),
         (["model=null"], "dpllm aggregate needs a pretrained public model"),
-        (["data.eval=0.1"], "hold records out"),
+        (["data.eval=0.1"], "holds records out"),
     ],
 )
 def test_refused_before_anything_is_charged(recipe, tmp_path, overrides, words):

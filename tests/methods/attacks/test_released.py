@@ -98,7 +98,7 @@ def test_texts_in_both_and_repeated_ones_are_dropped_and_counted(recipe_of, tmp_
 def test_no_held_out_records_and_too_few_are_refused(recipe_of):
     """Nothing can be said without others, or with a handful."""
     texts = [f"text {number}" for number in range(80)]
-    with pytest.raises(AuditError, match=r"data\.eval_fraction=0\.1"):
+    with pytest.raises(AuditError, match=r"data\.eval=0\.1"):
         draw_sample(recipe_of(texts, "data.eval=null"), 100)
     with pytest.raises(AuditError, match="non-members can"):
         draw_sample(recipe_of(texts, "data.eval=0.1"), 100)

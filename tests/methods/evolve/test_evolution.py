@@ -87,7 +87,7 @@ def test_users_and_classes(recipe):
         (["evolve.classes=[a, b]", "evolve.label_column=kind"], "one prompt with {label}"),
         (["evolve.number=0"], "number"),
         (["evolve.file_format=csv"], "jsonl"),
-        (["privacy.noise_multiplier=1"], "exactly one of target_epsilon"),
+        (["privacy.noise_multiplier=1"], "exactly one of epsilon"),
     ],
 )
 def test_mistakes_are_found_before_a_charge(recipe, overrides, words):

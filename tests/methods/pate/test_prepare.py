@@ -56,10 +56,10 @@ def test_texts_that_hold_held_out_records_are_refused_unless_these_are_public(sc
     """N does not count them, so no ε would cover their publication."""
     held_out = tmp_path / "held_out.jsonl"
     held_out.write_text('{"text": "a record that was held out", "label": 1}\n')
-    prompts, data = [{"text": "a record that was held out"}, {"text": "one bridge"}], {"eval": str(held_out)}
+    prompts = [{"text": "a record that was held out"}, {"text": "one bridge"}]
     with pytest.raises(DataError, match=r"held_out\.jsonl"):
-        school(prompts=prompts, data=data)
-    school(prompts=prompts, data={**data, "eval_is_public": True})
+        school(prompts=prompts, data={"eval": str(held_out)})
+    school(prompts=prompts, data={"eval": {"path": str(held_out), "public": True}})
 
 
 @pytest.mark.parametrize(

@@ -34,11 +34,7 @@ def query_plan(**change: Any) -> QueryPlan:
 
 def budget_in(folder: Path, epsilon: float = 3.0, **change: Any) -> Path:
     """Return a new budget file of the data set."""
-    fields: dict[str, Any] = {
-        "dataset": "chats",
-        "epsilon": epsilon,
-        "delta": DELTA,
-    }
+    fields: dict[str, Any] = {"dataset": "chats", "epsilon": epsilon, "delta": DELTA, "unit": "sequence"}
     path = folder / "chats.budget.json"
     create_budget(path, **{**fields, "num_units": UNITS, **change})
     return path

@@ -224,7 +224,7 @@ def test_two_runs_at_the_same_time_do_not_both_fit(tmp_path: Path) -> None:
 def test_the_budget_of_other_people_is_refused(tmp_path: Path, change, text: str) -> None:
     """Nothing is charged to it."""
     if "unit" in change:
-        change = {"unit": "id", "max_rows_per_unit": 2, "rows_kept": "first"}
+        change = {"unit": "user", "unit_column": "id", "max_rows_per_unit": 2, "rows_kept": "first"}
     plan = query_plan(**change)
     budget = budget_in(tmp_path)
     with pytest.raises(BudgetError, match=text):

@@ -33,9 +33,10 @@ def records_of(folder: Path, labels: list[str], **privacy: object) -> Path:
     """Records beside a run, and the recipe that names them."""
     path = folder / "private.jsonl"
     path.write_text("".join(json.dumps({"kind": label, "text": "x"}) + "\n" for label in labels))
+    columns = {"unit": privacy.pop("unit")} if "unit" in privacy else {}
     recipe = {
         "model": {"name": "gpt2"},
-        "data": {"path": str(path), "max_length": 16, "format": "text"},
+        "data": {"path": str(path), "max_length": 16, "format": "text", "columns": columns},
         "privacy": {"noise_multiplier": 2.0, "clip_norm": 1.0, "expected_batch_size": 10, **privacy},
         "train": {"output_dir": str(folder), "max_steps": 3},
     }

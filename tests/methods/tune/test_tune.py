@@ -253,7 +253,7 @@ class TestRefusals:
             (["train.resume_from_checkpoint=true"], "resume_from_checkpoint"),
             (["privacy.seed=1"], "seed"),
             (["privacy.max_batch_size=30"], "max_batch_size"),
-            (["privacy.noise_multiplier=1"], "both target_epsilon and noise_multiplier"),
+            (["privacy.noise_multiplier=1"], "both epsilon and noise_multiplier"),
             (["privacy.stop=independent"], "stop"),
             (["privacy.selection={kind: geometric, mean: 3}"], "leave it out of the recipe"),
             (["privacy.epsilon=null", "privacy.noise_multiplier=0"], "add noise"),
