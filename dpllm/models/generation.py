@@ -1,7 +1,7 @@
 """Generate text from a released model, sampled in batches or token by token.
 
-Sampling is post-processing of the released weights, so it costs no ε, however
-much is generated. A prompt is not covered by the guarantee: whoever prompts with private text can get it back.
+Sampling is post-processing of the released weights, so it costs no ε, however much is generated. A prompt is not
+covered by the guarantee: whoever prompts with private text can get it back.
 
 Left padding puts the last token of each prompt next to the first new one; the attention masks the padding, and
 transformers derives the positions from the mask. Prompts are encoded as in training: with the tokenizer's beginning

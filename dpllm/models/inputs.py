@@ -1,9 +1,8 @@
 """Make the model read its inputs as the collator made them: one padding token for both, and rows that fit.
 
-A classifier finds
-the end of a row by ``config.pad_token_id``. If the collator pads with another token, it reads the padding instead,
-whose length depends on other rows. A row with more tokens than the model's table of learned positions would cause an
-index error within a step that was already charged.
+A classifier finds the end of a row by ``config.pad_token_id``. If the collator pads with another token, it reads the
+padding instead, whose length depends on other rows. A row with more tokens than the model's table of learned positions
+would cause an index error within a step that was already charged.
 """
 
 from __future__ import annotations

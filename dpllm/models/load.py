@@ -1,8 +1,8 @@
 """Load the model and the tokenizer that a recipe names, and prepare them for training.
 
-A model comes from the Hub, from a folder, or new from a configuration. The recipe
-then selects the trained parameters: all, LoRA factors, or all but some frozen ones. Attaching the hooks later checks
-that each trainable part can be clipped exactly.
+A model comes from the Hub, from a folder, or new from a configuration. The recipe then selects the trained parameters:
+all, LoRA factors, or all but some frozen ones. Attaching the hooks later checks that each trainable part can be clipped
+exactly.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Load a pretrained model from a folder or the Hub, and refuse one that does not match its configuration.
 
-transformers fills parts that are missing from the weights with random
-numbers, and drops parts that are missing from the configuration; it only logs a line. Here both are errors, except for
-the new head of a classifier.
+transformers fills parts that are missing from the weights with random numbers, and drops parts that are missing from
+the configuration; it only logs a line. Here both are errors, except for the new head of a classifier.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Merge a model's LoRA adapter into its weights, to release it as an ordinary model.
 
-The sum depends only on the public base and on the
-trained adapter, so the guarantee of the adapter covers it.
+The sum depends only on the public base and on the trained adapter, so the guarantee of the adapter covers it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Compute attention for packed rows: every row separately, on any device.
 
-`dpllm.data.rows.PackedCollator` concatenates the rows of a microbatch. Only
-the attention of a transformer combines tokens. The attention registered here, under the name `ATTENTION`, reads the row
-boundaries from ``cu_seq_lens_q``, cuts queries, keys and values into rows, and passes them to PyTorch's scaled dot
-product attention as a batch. The result equals that of ``flash_attention_2`` with the same arguments, which needs the
-flash-attn package and a GPU. Both separate rows by never combining them. For its other implementations, transformers
-derives a mask over all N x N pairs from ``position_ids``. Such a mask multiplies by zero, and 0 * NaN is NaN.
+`dpllm.data.rows.PackedCollator` concatenates the rows of a microbatch. Only the attention of a transformer combines
+tokens. The attention registered here, under the name `ATTENTION`, reads the row boundaries from ``cu_seq_lens_q``, cuts
+queries, keys and values into rows, and passes them to PyTorch's scaled dot product attention as a batch. The result
+equals that of ``flash_attention_2`` with the same arguments, which needs the flash-attn package and a GPU. Both
+separate rows by never combining them. For its other implementations, transformers derives a mask over all N x N pairs
+from ``position_ids``. Such a mask multiplies by zero, and 0 * NaN is NaN.
 
 Shape suffixes: B rows, H heads, N tokens of all rows, T tokens of the longest row, D features of a head.
 """

@@ -1,8 +1,8 @@
 """Handle quantised bases: frozen weights that bitsandbytes stores in 4 or 8 bits, and weights quantised before.
 
 `dpllm.models.load` takes the library's configuration from here, and the run makes a model ready before it is hooked.
-LoRA on top of such weights is QLoRA (Dettmers et al. 2023, arXiv:2305.14314):
-per-unit norms need only the adapters' inputs and output gradients, which pass through the frozen layers row by row.
+LoRA on top of such weights is QLoRA (Dettmers et al. 2023, arXiv:2305.14314): per-unit norms need only the adapters'
+inputs and output gradients, which pass through the frozen layers row by row.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Record the weights that a private run left, so that a later save or run in this process recognises them.
 
-A run may have ended, failed or been abandoned. A report describes the weights
-at the end of the run. Users may change them afterwards. The guarantee covers a change that depends only on the releases
-of the run, so a save of changed weights is an open point. A run that starts from a copy of these weights starts from an
-earlier run's release.
+A run may have ended, failed or been abandoned. A report describes the weights at the end of the run. Users may change
+them afterwards. The guarantee covers a change that depends only on the releases of the run, so a save of changed
+weights is an open point. A run that starts from a copy of these weights starts from an earlier run's release.
 """
 
 from __future__ import annotations

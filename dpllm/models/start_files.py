@@ -1,9 +1,8 @@
 """Identify the files of a run's starting weights by hash, so that changed weights are noticed later.
 
-`dpllm train` writes the hash into the ledger when a run begins; a resume, `dpllm merge` and
-`dpllm generate`, which add an adapter to these weights again, compare it. Every byte is read: about a second for a
-gigabyte on one thread, and files are read in parallel. The model was loaded just before, so they usually come from
-memory.
+`dpllm train` writes the hash into the ledger when a run begins; a resume, `dpllm merge` and `dpllm generate`, which add
+an adapter to these weights again, compare it. Every byte is read: about a second for a gigabyte on one thread, and
+files are read in parallel. The model was loaded just before, so they usually come from memory.
 """
 
 from __future__ import annotations

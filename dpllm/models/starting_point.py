@@ -1,9 +1,9 @@
 """Check for dependence on private rows without noise: at the start of a run, and in the schedules that steer it.
 
-ε covers the noisy gradients. It does not cover an adapter that was initialised from
-activations of the private rows, starting weights of an earlier private run on the same data, or a schedule that follows
-exact losses of private rows. Each is refused here, unless the user declares that it is independent of the private data.
-`dpllm.data.shared_records` refuses public text that contains private records.
+ε covers the noisy gradients. It does not cover an adapter that was initialised from activations of the private rows,
+starting weights of an earlier private run on the same data, or a schedule that follows exact losses of private rows.
+Each is refused here, unless the user declares that it is independent of the private data. `dpllm.data.shared_records`
+refuses public text that contains private records.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Restore values that modules store next to parameters and buffers: the longest row so far, a number of hash buckets.
 
 `dpllm.methods.pate` and `dpllm.methods.federated` load one model and train it repeatedly, for one teacher or client
-after another. Some models choose a size by the first rows that they see (Reformer), or
-store the longest one (dynamic rotary embeddings). Without this, the next teacher or client would start from that
-choice.
+after another. Some models choose a size by the first rows that they see (Reformer), or store the longest one (dynamic
+rotary embeddings). Without this, the next teacher or client would start from that choice.
 
 This is only for a model that dpllm itself loaded. A training run of the user's own model restores nothing.
 """

@@ -1,7 +1,6 @@
 """Derive the learning rate of a shorter run with the plan's noise from the learning rate of the run.
 
-`dpllm.planning.rehearsal` trains with fewer steps and multiplies its learning rates by
-`rate_factor`.
+`dpllm.planning.rehearsal` trains with fewer steps and multiplies its learning rates by `rate_factor`.
 
 Derivation, for the expected loss of a quadratic model. Direction i has curvature h_i, and the start is Δ_i away from
 the optimum in it. With learning rate η the released weights follow a constant gradient by ηA, where A is the sum of the

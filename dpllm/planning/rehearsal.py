@@ -1,8 +1,8 @@
 """Rehearse a run: short trainings with the plan's noise on public text, which compare learning rates without any ε.
 
-`dpllm plan --rehearse` does this before the private run. The private records are neither read nor needed:
-the rehearsal has its own plan, for the public rows, in a folder that is deleted. Each training is done
-by `dpllm.DPTrainer`, so it takes the product's own steps: clipping, noise, schedule and average.
+`dpllm plan --rehearse` does this before the private run. The private records are neither read nor needed: the rehearsal
+has its own plan, for the public rows, in a folder that is deleted. Each training is done by `dpllm.DPTrainer`, so it
+takes the product's own steps: clipping, noise, schedule and average.
 
 What equals the plan and what is shorter:
 

@@ -1,8 +1,8 @@
 """Choose batch size, number of steps and noise: compare many ways to spend one privacy budget before paying for a run.
 
-This happens before a run. `dpllm.privacy.calibration` finds σ at every point of a grid, with
-independent noise or with every noise that a recipe allows, and one point is recommended. Nothing is trained, and no
-private data are read. `dpllm.planning.sweep_text` formats the result as text, `dpllm.planning.sweep_figure` draws it.
+This happens before a run. `dpllm.privacy.calibration` finds σ at every point of a grid, with independent noise or with
+every noise that a recipe allows, and one point is recommended. Nothing is trained, and no private data are read.
+`dpllm.planning.sweep_text` formats the result as text, `dpllm.planning.sweep_figure` draws it.
 
 Terms. b units are expected in a step, T steps are taken, σ keeps the run within the budget (ε, δ), C is the clip norm.
 

@@ -1,8 +1,7 @@
 """Adapt the clipping threshold: its statistic in each step, its update, and its record in the ledger.
 
-The statistic of a step is summed over units and processes, gets its
-noise from the same stream as the gradients, and sets the threshold of the next step. Other clippings have no
-statistic; for them nothing happens here.
+The statistic of a step is summed over units and processes, gets its noise from the same stream as the gradients, and
+sets the threshold of the next step. Other clippings have no statistic; for them nothing happens here.
 """
 
 from __future__ import annotations

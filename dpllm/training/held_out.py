@@ -1,8 +1,8 @@
 """Compute everything that a recipe measures on its held-out records: the task's score, and `data.metrics`.
 
-The program of a recipe measures before and after the private steps. For text metrics, the model continues
-each distinct prompt greedily, and its text is compared with the completions of all records that
-have this prompt. ε covers no figure of private records: the program counts each with `DPTrainer.disclose`.
+The program of a recipe measures before and after the private steps. For text metrics, the model continues each distinct
+prompt greedily, and its text is compared with the completions of all records that have this prompt. ε covers no figure
+of private records: the program counts each with `DPTrainer.disclose`.
 """
 
 from __future__ import annotations

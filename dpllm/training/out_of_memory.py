@@ -2,8 +2,8 @@
 
 `dpllm.training.microbatches` cuts by a budget, and `dpllm.training.step` runs the microbatches. The clipper stores all
 results of a microbatch until its clipped sum is added to the sum of the step, so an aborted pass leaves nothing behind
-once the clipper has dropped it. Clipping is per unit: the division of rows
-into passes changes the sum only by rounding.
+once the clipper has dropped it. Clipping is per unit: the division of rows into passes changes the sum only by
+rounding.
 """
 
 from __future__ import annotations

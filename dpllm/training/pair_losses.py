@@ -1,9 +1,9 @@
 """Compute the losses of a microbatch's preference pairs, and the reference with which they are compared.
 
-`dpllm.DPDPOTrainer` uses it instead of `dpllm.training.row_losses`. The reference is the model at
-the start of the training, or another one, and does not change. Its log-probabilities are computed once for each pair,
-before the first step, with no other pair in the call, so a pair's loss is a function of that pair and the weights.
-This needs no second model next to the trained one, and works alike on every engine.
+`dpllm.DPDPOTrainer` uses it instead of `dpllm.training.row_losses`. The reference is the model at the start of the
+training, or another one, and does not change. Its log-probabilities are computed once for each pair, before the first
+step, with no other pair in the call, so a pair's loss is a function of that pair and the weights. This needs no second
+model next to the trained one, and works alike on every engine.
 
 Shape suffixes: B pairs.
 """

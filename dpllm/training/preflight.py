@@ -1,9 +1,9 @@
 """Check a recipe without its data, before anything is read, trained or written.
 
 `dpllm train`, `recipes/compare.py` and `dpllm plan` do this first. `dpllm.config` has checked types and ranges of the
-recipe's values when it read them. Here they are checked against the libraries, the machine
-and the model: the options of both trainings, optimizer and schedule, the output folder, the budget file, the tokenizer,
-and the model, built without weights.
+recipe's values when it read them. Here they are checked against the libraries, the machine and the model: the options
+of both trainings, optimizer and schedule, the output folder, the budget file, the tokenizer, and the model, built
+without weights.
 """
 
 from __future__ import annotations

@@ -297,8 +297,8 @@ def to_go_on(plan: PrivacyPlan, contents: LedgerContents) -> list[tuple[str, str
     try:
         allowed = steps_allowed(plan, contents)
     except ValueError as error:
-        return [("to go on", f"not possible: {error}")]
-    command = [("to go on", "the same command with train.resume_from_checkpoint=auto")]
+        return [("to continue", f"not possible: {error}")]
+    command = [("to continue", "the same command with train.resume_from_checkpoint=auto")]
     if allowed is None:
         return command
     taken = contents.num_steps

@@ -1,8 +1,8 @@
 """Rehearse saving, loading and generating before a run's first step, and wait for disk space at its end.
 
-`dpllm.DPTrainer` calls `rehearse` before the ledger is opened. Whatever only a save, a load or a
-first generated token would reveal is then an error while nothing is charged. After the training the weights exist
-only in memory and have cost all ε, so `until_there_is_room` waits if the disk is full.
+`dpllm.DPTrainer` calls `rehearse` before the ledger is opened. Whatever only a save, a load or a first generated token
+would reveal is then an error while nothing is charged. After the training the weights exist only in memory and have
+cost all ε, so `until_there_is_room` waits if the disk is full.
 
 The rehearsal reads no private row. It writes into a folder inside the output folder, which it removes, and restores the
 model's weights, buffers and modes and all random states. The written amount is bounded: an adapter is saved

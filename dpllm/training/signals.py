@@ -1,7 +1,7 @@
 """Handle signals that end a run in order: after the current step, with a checkpoint, a ledger line and a report.
 
-`DPTrainer.train` and the programs that call it use it. Python runs a handler between two bytecodes
-of the main thread, so a handler only sets a flag here; the training loop reads it after each step.
+`DPTrainer.train` and the programs that call it use it. Python runs a handler between two bytecodes of the main thread,
+so a handler only sets a flag here; the training loop reads it after each step.
 
 Senders of signals (Linux):
 

@@ -1,8 +1,8 @@
 """Write training losses and metrics to a file of their own, and make a Trainer state without them.
 
-ε covers a checkpoint, so it must cover every file in it: its
-``trainer_state.json`` keeps the step, the epoch, the learning rate and ε of each log entry. Losses, gradient norms and
-metrics depend on private rows; they go to one file outside all checkpoints, which the report lists as not covered.
+ε covers a checkpoint, so it must cover every file in it: its ``trainer_state.json`` keeps the step, the epoch, the
+learning rate and ε of each log entry. Losses, gradient norms and metrics depend on private rows; they go to one file
+outside all checkpoints, which the report lists as not covered.
 
 The file is written only by appending, one JSON object per line. A resumed run marks the step from which it continues,
 so that entries of lost steps are skipped.

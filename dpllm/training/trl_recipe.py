@@ -1,7 +1,7 @@
 """Make the trainer of a recipe with ``train.trainer``: its records have TRL's shapes, and ``train`` has TRL's options.
 
-`dpllm.training.finetune` calls it instead of tokenizing and making a `dpllm.DPTrainer`. The columns
-that the recipe names get the names that TRL gives them; the rest is in `dpllm.DPSFTTrainer` and `dpllm.DPDPOTrainer`.
+`dpllm.training.finetune` calls it instead of tokenizing and making a `dpllm.DPTrainer`. The columns that the recipe
+names get the names that TRL gives them; the rest is in `dpllm.DPSFTTrainer` and `dpllm.DPDPOTrainer`.
 """
 
 from __future__ import annotations
