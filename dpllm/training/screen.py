@@ -143,7 +143,7 @@ class StepProgress(ProgressCallback):
         self.current_step = state.global_step
         if state.is_world_process_zero:
             bar: Any = StepBar(total=state.max_steps, initial=state.global_step, unit="step", dynamic_ncols=True)
-            bar.set_postfix_str(f"step {state.global_step + 1}: checks that come once")
+            bar.set_postfix_str(f"step {state.global_step + 1}: one-time checks")
             self.training_bar = bar
 
     def on_step_begin(

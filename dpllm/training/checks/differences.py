@@ -250,8 +250,8 @@ def in_words(worst: tuple[Seen, Seen], tolerance: float, not_held: str, reads_pa
     explained = _tolerance(worst, tolerance)
     return (
         f"The {name} of a row depends on other rows: {values[0]:.6g} {first.company.words}, "
-        f"{values[1]:.6g} {other.company.words} (dropout off; rounding explains {explained:.0e}). "
-        f"A unit's influence then cannot be bounded, and ε would not hold. {cause}. {remedy}"
+        f"{values[1]:.6g} {other.company.words} (dropout off; rounding explains {explained:.0e}), so a unit's "
+        f"influence cannot be bounded and ε would not hold. {cause}. {remedy}"
     )
 
 

@@ -39,9 +39,8 @@ _CONFIRMED = 12  # further comparisons before a difference counts: a data set's 
 
 CARRIED = (
     "The data set returned different values for a row after it had read another row: it carries tokens or numbers from "
-    "one read to the next. Which row comes before depends on the drawn units, so a unit's influence cannot be bounded, "
-    "and ε would not hold. Make each row from that row only; to fill rows up, join the texts of one record before the "
-    "training"
+    "one read to the next, so a unit's influence depends on the other drawn units, and ε would not hold. Make each row "
+    "from that row only; to fill rows up, join the texts of one record before the training"
 )
 SEEDED = (
     "The collator sets a seed in each call ({names}). All numbers that the model or the loss draws "
@@ -49,13 +48,12 @@ SEEDED = (
     "the operating system in every step"
 )
 UNSTEADY = (
-    "The collator returned different values for a row when it was called again with the same random state: it keeps "
-    "tokens or numbers of earlier rows, counts its calls, takes values in turn, or draws from its own generator "
-    "(np.random.default_rng(), random.SystemRandom). Which call collates a row depends on the drawn units, so "
-    "a unit's influence cannot be bounded, and ε would not hold. Make each row from that row only, and draw from the "
-    "global generators (np.random.rand, random.random, torch.rand), which are seeded from the operating system in "
-    "every step. To fill rows up, join the texts of one record before the training; a curriculum can follow the step "
-    "number, which callbacks receive"
+    "The collator returned different values for a row when it was called again with the same random state, so a unit's "
+    "influence depends on the other drawn units, and ε would not hold. Make each row from that row only, without "
+    "tokens, counters or numbers from earlier calls, and draw from the global generators (np.random.rand, "
+    "random.random, torch.rand), not from the collator's own (np.random.default_rng(), random.SystemRandom). To fill "
+    "rows up, join the texts of one record before the training; a curriculum can follow the step number, which "
+    "callbacks receive"
 )
 REREAD = (
     "The data set makes its rows at each read, with random numbers. Confirm that it makes each row from its "

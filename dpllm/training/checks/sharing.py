@@ -33,8 +33,8 @@ COPIES = 4
 """Copies of a row in a comparison."""
 _TRIED = (1e-6, 0.25, 0.5, 0.75, 1 - 1e-6)  # uniform numbers; the extreme ones flip coins that are rarely one
 SHARED = (
-    "The model or the loss draws random numbers that all rows of a microbatch share: {what}, and {effect}. Which rows "
-    "share them depends on the drawn units, so a unit's influence cannot be bounded, and ε would not hold. Draw "
+    "The model or the loss draws random numbers that all rows of a microbatch share: {what}, and {effect}. A unit's "
+    "influence then depends on the other drawn units, and ε would not hold. Draw "
     "separate numbers for each row (torch.rand(B) for B rows, not one torch.rand(()) or random.random() for the "
     "batch); set rates that act on all rows at once to 0 (layerdrop, LoHa's and LoKr's rank_dropout and "
     "module_dropout, dropout of weights or of relative positions as in DeBERTa); or train with one row per microbatch "
