@@ -327,7 +327,7 @@ def lost_words(checkpoint: str, charged: int, lost: int, left: int) -> str:
     """Return in words how many charged steps a resume has lost, and how many it takes.
 
     >>> print(lost_words("checkpoint-16", 24, 8, 15))
-    8 of 24 charged steps were lost: checkpoint-16 does not contain them, and they stay charged. 15 steps remain
+    8 of 24 charged steps were lost: checkpoint-16 does not hold them, and they stay charged. 15 steps remain
 
     Args:
         checkpoint: name of the checkpoint.
@@ -338,7 +338,7 @@ def lost_words(checkpoint: str, charged: int, lost: int, left: int) -> str:
     were = "step was" if charged == 1 else "steps were"
     them, they = ("it", "it stays") if lost == 1 else ("them", "they stay")
     return (
-        f"{lost:,} of {charged:,} charged {were} lost: {checkpoint} does not contain {them}, and {they} charged. "
+        f"{lost:,} of {charged:,} charged {were} lost: {checkpoint} does not hold {them}, and {they} charged. "
         f"{_remain(left)}"
     )
 
