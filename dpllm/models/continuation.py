@@ -1,11 +1,11 @@
-"""Next-token logits of many rows that continue, with a cache of keys and values.
+"""Compute next-token logits of many growing rows, with a cache of keys and values.
 
-Place in the flow: between prompts and the choice of a token. In private prediction each row is a private record, or
-none, followed by the same public prompt; every token drawn is appended to all rows. Where groups answer questions
-(`dpllm.methods.predict.asking`), each row is a group and continues with its own tokens. Where teachers write public
-texts (`dpllm.methods.pate.completing`), each row is a text. Rows are padded on the left to one public length, and each
-unit or group has a public number of them: the shapes of a computation then say nothing about a record, and a row's
-rounding does not depend on the length of another, or on the number of a user's records.
+In private prediction each row is a private record, or none, followed by the same public prompt, and every drawn token
+is appended to all rows. Where groups answer questions (`dpllm.methods.predict.asking`), each row is a group and
+continues with its own tokens. Where teachers write public texts (`dpllm.methods.pate.completing`), each row is a text.
+Rows are padded on the left to one public length, and each unit or group has a public number of them, so the shapes of a
+computation reveal nothing about a record, and a row's rounding depends neither on the length of another row nor on a
+user's number of records.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Continuation:
     Args:
         model: a causal language model of transformers, in evaluation mode.
         rows: token ids of each row; the last token is the last of the prompt.
-        length: public; the rows are padded to it.
-        rows_per_pass: the most rows of one forward pass.
-        cached: keep keys and values of earlier tokens, which needs memory for all rows. False: compute them again for
+        length: public length to which the rows are padded.
+        rows_per_pass: the largest number of rows of one forward pass.
+        cached: keep keys and values of earlier tokens, which needs memory for all rows. False: recompute them for
             every token.
 
     Raises:
@@ -41,7 +41,10 @@ class Continuation:
         """Pad the rows."""
         longest = max(map(len, rows))
         if longest > length or not all(rows):
-            raise ConfigError(f"a row has {longest} tokens or none, and needs 1 to {length}: shorten the prompt")
+            raise ConfigError(
+                f"Every row needs 1 to {length} tokens, but the longest has {longest} or a row is empty. "
+                "Correct the prompts"
+            )
         device = next(model.parameters()).device
         ids_RP = torch.tensor([[0] * (length - len(row)) + list(row) for row in rows], device=device)
         mask_RP = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows], device=device)
@@ -83,13 +86,13 @@ class Continuation:
 
 
 def cache_of(output: Any) -> dict[str, Any]:
-    """Return the argument that makes the next forward pass go on from this one.
+    """Return the argument with which the next forward pass continues from this one.
 
     Args:
-        output: what a model of transformers returned with ``use_cache=True``.
+        output: output of a transformers model called with ``use_cache=True``.
 
     Returns:
-        keys and values under the name that this version of transformers gives them: ``cache``, and before 5.24
+        keys and values under the name that this version of transformers uses: ``cache``, and before 5.24
         ``past_key_values``.
     """
     name = "cache" if "cache" in output else "past_key_values"
@@ -97,7 +100,7 @@ def cache_of(output: Any) -> dict[str, Any]:
 
 
 class _Pass:
-    """The rows of one forward pass, and what is kept of earlier ones."""
+    """The rows of one forward pass, and the cache of earlier passes."""
 
     def __init__(self, ids_RT: Tensor, mask_RT: Tensor) -> None:
         self.ids_RT, self.mask_RT = ids_RT, mask_RT
@@ -105,7 +108,7 @@ class _Pass:
         self.seen = 0
 
     def append(self, token: int | Tensor) -> None:
-        """Add a column: of one token, or (R, 1)."""
+        """Add a column: one token for all rows, or (R, 1)."""
         column_R1 = torch.ones_like(self.ids_RT[:, :1])
         self.ids_RT = torch.cat((self.ids_RT, column_R1 * token), dim=1)
         self.mask_RT = torch.cat((self.mask_RT, column_R1), dim=1)

@@ -1,11 +1,12 @@
-"""Text from a released model: sampled in batches, or token by token.
+"""Generate text from a released model, sampled in batches or token by token.
 
-Place in the flow: after the release. Sampling is post-processing of the released weights, so it costs no ε, however
-much is generated. A prompt is not covered by the guarantee: whoever prompts with private text can get it back.
+Sampling is post-processing of the released weights, so it costs no ε, however much is generated. A prompt is not
+covered by the guarantee: whoever prompts with private text can get it back.
 
-Left padding keeps the last token of each prompt next to the first new one; the attention masks the padding, and
-transformers derives the positions from the mask. Prompts are encoded as in training: the tokenizer's beginning token,
-and no ending one (`dpllm.data.tokenization`); chats by the template with its fixed date (`dpllm.data.chat`).
+Left padding puts the last token of each prompt next to the first new one; the attention masks the padding, and
+transformers derives the positions from the mask. Prompts are encoded as in training: with the tokenizer's beginning
+token, and without an end token (`dpllm.data.tokenization`); chats by the template with its fixed date
+(`dpllm.data.chat`).
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ _MOST_TOKENS = 1_000_000
 _WRITERS = ("CAUSAL_LM", "SEQ_2_SEQ_LM")
 """PEFT's names of the tasks whose models write text."""
 _ADAPTER_TASKS = {
-    "SEQ_CLS": "the classification of texts, or a score for them",
-    "TOKEN_CLS": "the classification of words",
-    "QUESTION_ANS": "the answers that stand in a text",
+    "SEQ_CLS": "text classification or scoring",
+    "TOKEN_CLS": "token classification",
+    "QUESTION_ANS": "extractive question answering",
     "FEATURE_EXTRACTION": "embeddings",
 }
 _OTHER_HEADS = ("Classification", "QuestionAnswering", "MultipleChoice", "MaskedLM", "NextSentencePrediction")
@@ -60,13 +61,13 @@ class Sampling:
     """
 
     max_new_tokens: int = 128
-    """The most tokens of a text."""
+    """The largest number of tokens of a text."""
     temperature: float = 1.0
     """1 draws from the model's own distribution; 0 takes the likeliest token."""
     top_p: float = 1.0
-    """Draw from the likeliest tokens with this much probability together; 1 keeps all."""
+    """Draw from the most likely tokens whose probabilities sum to this; 1 keeps all."""
     seed: int | None = None
-    """Of the draws; None: from the operating system."""
+    """Seed of the draws; None: from the operating system."""
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -81,9 +82,9 @@ class TextGenerator:
     """A model with its tokenizer, ready to continue prompts.
 
     Attributes:
-        model: in evaluation mode, on the accelerator if there is one.
-        tokenizer: its own.
-        sees: the most tokens of prompt and new text together; None: no limit.
+        model: model in evaluation mode, on the accelerator if there is one.
+        tokenizer: its tokenizer.
+        sees: the largest number of tokens of prompt and new text together; None: no limit.
         ends: tokens that end a text.
         options: variables of the chat template, as in the training.
     """
@@ -91,7 +92,7 @@ class TextGenerator:
     def __init__(
         self, model: Any, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None
     ) -> None:
-        """Take a loaded model."""
+        """Store a loaded model."""
         self.model, self.tokenizer, self.options = model, tokenizer, dict(options or {})
         self.has_decoder = bool(model.config.is_encoder_decoder)
         self.sees = _positions(model, self.has_decoder)
@@ -104,11 +105,11 @@ class TextGenerator:
 
     @property
     def has_template(self) -> bool:
-        """Whether the tokenizer has a chat template."""
+        """Return whether the tokenizer has a chat template."""
         return bool(self.tokenizer.chat_template)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Return the tokens of a prompt; of an empty one the token that begins or ends a text."""
+        """Return the tokens of a prompt; for an empty one, the token that begins or ends a text."""
         if not isinstance(prompt, str):
             text = prompt_of_chat(prompt, self.tokenizer, self.options)
             return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -120,7 +121,7 @@ class TextGenerator:
         first = first if first is not None else self.tokenizer.eos_token_id
         if first is None:
             raise ConfigError(
-                "the tokenizer has no token that begins or ends a text, so nothing can follow an empty prompt: give "
+                "the tokenizer has no token that begins or ends a text, so an empty prompt cannot be continued: give "
                 "a prompt"
             )
         return [first]
@@ -129,9 +130,9 @@ class TextGenerator:
         """Yield the new texts of each batch of prompts, in their order.
 
         Args:
-            prompts: one for each text.
+            prompts: one prompt for each text.
             sampling: how to draw. The seed is set once, before the first batch.
-            batch_size: the most prompts in one batch.
+            batch_size: the largest number of prompts in one batch.
 
         Raises:
             ConfigError: a prompt leaves no room for a new token.
@@ -139,7 +140,7 @@ class TextGenerator:
         _seed(sampling)
         for start in range(0, len(prompts), batch_size):
             rows = [self.encode(prompt) for prompt in prompts[start : start + batch_size]]
-            # The room of a row is that of the longest in its batch, so a row with little room is one by itself.
+            # The longest row of a batch limits all, so a row with little room gets its own batch.
             together = [n for n, row in enumerate(rows) if self._room(row) >= sampling.max_new_tokens]
             batches = [together] if together else []
             batches += [[number] for number in range(len(rows)) if number not in together]
@@ -149,7 +150,7 @@ class TextGenerator:
             yield [found[number] for number in range(len(rows))]
 
     def stream(self, prompt: Prompt, sampling: Sampling, streamer: Any) -> str:
-        """Return the new text of one prompt; its words go to a streamer of transformers as they are made."""
+        """Return the new text of one prompt; a streamer of transformers receives its words as they are generated."""
         _seed(sampling)
         return self._of_batch([self.encode(prompt)], sampling, streamer)[0]
 
@@ -166,8 +167,8 @@ class TextGenerator:
         new = min([sampling.max_new_tokens, *map(self._room, rows)])
         if new < 1:
             raise ConfigError(
-                f"a prompt has {longest} tokens, and the model sees {self.sees}: shorten it, so that there is room for "
-                "a new token"
+                f"a prompt has {longest} tokens, and the model's context has {self.sees}: shorten the prompt, so that "
+                "there is room for a new token"
             )
         pad = self.tokenizer.pad_token_id
         device = next(self.model.parameters()).device
@@ -184,7 +185,7 @@ class TextGenerator:
         return GenerationConfig(
             max_new_tokens=new,
             num_beams=1,
-            top_k=0 if sampling.temperature else None,  # 50 is the default of transformers
+            top_k=0 if sampling.temperature else None,  # transformers' default is 50
             pad_token_id=self.tokenizer.pad_token_id,
             eos_token_id=self.ends or None,
             **(drawn if sampling.temperature else {"do_sample": False}),
@@ -192,21 +193,21 @@ class TextGenerator:
 
 
 def load_generator(folder: str | Path, device: str | torch.device | None = None) -> TextGenerator:
-    """Read a model folder: a whole model, an adapter beside its base, or a merged one.
+    """Load a model folder: a whole model, an adapter with its base, or a merged one.
 
     Args:
-        folder: in the format of transformers or peft, with its tokenizer.
-        device: for the model; None: the accelerator, if there is one.
+        folder: folder in the format of transformers or peft, with its tokenizer.
+        device: device for the model; None: the accelerator, if there is one.
 
     Raises:
-        ConfigError: it holds no language model, such as the folder of a run that was stopped, or a file of it is
+        ConfigError: it contains no language model, such as the folder of a stopped run, or one of its files is
             missing or damaged.
     """
     folder = Path(folder)
     if (folder / LEDGER_FILE).is_file() and not any((folder / name).is_file() for name in (_CONFIG, ADAPTER_FILE)):
         raise ConfigError(
-            f"{folder} holds no model: its run has not ended, or its model was not saved. Go on with the run (dpllm "
-            "train with train.resume_from_checkpoint=auto), or give the folder of one of its checkpoints"
+            f"{folder} holds no model: its run has not ended, or its model was not saved. Continue the run (dpllm "
+            "train with train.resume_from_checkpoint=auto), or name the folder of one of its checkpoints"
         )
     tokenizer = load_tokenizer(ModelConfig(name=str(folder)))
     adapter = (folder / ADAPTER_FILE).is_file()
@@ -233,7 +234,7 @@ def load_generator(folder: str | Path, device: str | torch.device | None = None)
 
 
 def _base_of(folder: Path) -> str:
-    """Return the model below an adapter; one that the run itself pretrained lies in its folder."""
+    """Return the model below an adapter; one that the run itself pretrained is in its folder."""
     try:
         config = PeftConfig.from_pretrained(str(folder))
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -241,7 +242,7 @@ def _base_of(folder: Path) -> str:
     named, kind = str(config.base_model_name_or_path), config.task_type
     trained = (config.auto_mapping or {}).get("base_model_class")
     if kind is not None and str(getattr(kind, "value", kind)) not in _WRITERS:
-        raise _no_text(folder, f"an adapter that was trained for {_ADAPTER_TASKS.get(kind, kind)}")
+        raise _no_text(folder, f"an adapter for {_ADAPTER_TASKS.get(kind, kind)}")
     if kind is None and trained is not None and not _writes(str(trained), None):
         raise _no_text(folder, f"an adapter of a {trained}")
     beside = folder / PRETRAINED_FOLDER
@@ -255,14 +256,14 @@ def _refuse_heads(config: Any, folder: Path) -> None:
 
 
 def _writes(name: str, config: Any) -> bool:
-    """Whether a class, by its name, can write text; a class of somebody's own is given the benefit of the doubt."""
+    """Return whether a class, by its name, can generate text; a user's class is given the benefit of the doubt."""
     task = task_of_class(name, config)
     return not name.endswith(_OTHER_HEADS) if task is None else TASKS[task].peft in _WRITERS
 
 
 def _no_text(folder: Path, what: str) -> ConfigError:
     return ConfigError(
-        f"{folder} holds {what}, which writes no text. Load it as its model card says, or give a language model"
+        f"{folder} holds {what}, which cannot generate text. Load it as its model card says, or name a language model"
     )
 
 

@@ -1,9 +1,8 @@
-"""Inputs that the model must read as the collator made them: one padding token for both, and rows that fit.
+"""Make the model read its inputs as the collator made them: one padding token for both, and rows that fit.
 
-Place in the flow: beside the data and the losses; the checks before a run and the trainer use it. A classifier finds
-the end of a row by ``config.pad_token_id``. If the collator pads with another token, it reads the padding instead,
-whose length depends on other rows. A row with more tokens than the model's table of learned positions would cause an
-index error within a step that was already charged.
+A classifier finds the end of a row by ``config.pad_token_id``. If the collator pads with another token, it reads the
+padding instead, whose length depends on other rows. A row with more tokens than the model's table of learned positions
+would cause an index error within a step that was already charged.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def default_collator(tokenizer: Any, model: Any, task: str | None) -> RowCollato
     """Pad to the longest row with the tokenizer's padding token, the model's, or the end-of-text token.
 
     Args:
-        tokenizer: or None.
+        tokenizer: the tokenizer, or None.
         model: a transformers model, PEFT-wrapped or not, or any module.
         task: as in `dpllm.config.ModelConfig`; None is treated as "causal_lm".
     """
@@ -38,8 +37,8 @@ def row_by_row(collate: Any, tokenizer: Any, model: Any, columns: frozenset[str]
     """Return a collator that makes rows one at a time, and pads with its own token, the tokenizer's or the model's.
 
     Args:
-        collate: of several rows; its own tokenizer decides the side.
-        tokenizer: or None.
+        collate: collator of several rows; its own tokenizer determines the padding side.
+        tokenizer: the tokenizer, or None.
         model: a transformers model, PEFT-wrapped or not, or any module.
         columns: as for `RowByRow`.
     """
@@ -49,7 +48,7 @@ def row_by_row(collate: Any, tokenizer: Any, model: Any, columns: frozenset[str]
 
 
 def model_pad_id(model: Any) -> int | None:
-    """Return the padding token of a model's configuration, None if it has none.
+    """Return the padding token of a model's configuration; None if it has none.
 
     >>> model_pad_id(object()) is None
     True
@@ -60,9 +59,9 @@ def model_pad_id(model: Any) -> int | None:
 
 
 def refuse_other_padding(model: Any, tokenizer: Any, collator: Any) -> None:
-    """Make sure that the collator pads with the model's padding token.
+    """Check that the collator pads with the model's padding token.
 
-    A tokenizer given to the ``Trainer`` sets the model's token when training begins.
+    A tokenizer passed to the ``Trainer`` sets the model's token when training begins.
 
     Raises:
         ConfigError: both are known, and differ.
@@ -76,7 +75,7 @@ def refuse_other_padding(model: Any, tokenizer: Any, collator: Any) -> None:
         used = getattr(getattr(collator, "tokenizer", None), "pad_token_id", None)
     if isinstance(used, int) and isinstance(expected, int) and used != expected:
         raise ConfigError(
-            f"data_collator pads with the token {used}, and {where} is {expected}: the model would treat padding as "
+            f"data_collator pads with the token {used}, but {where} is {expected}: the model would treat padding as "
             "text, and a row's loss would depend on the length of the other rows. Make the collator with "
             f"pad_token_id={expected}, or set model.config.pad_token_id={used}"
             + (" and the tokenizer's" if where.startswith("processing") else "")
@@ -84,25 +83,25 @@ def refuse_other_padding(model: Any, tokenizer: Any, collator: Any) -> None:
 
 
 def refuse_padding_outside(pad: Any, tokens: int | None) -> None:
-    """Make sure that the padding token has a row in the model's table of embeddings.
+    """Check that the padding token has a row in the model's embedding table.
 
     Args:
         pad: its id; None: no row is padded.
-        tokens: rows of the table. None: not known.
+        tokens: rows of the table. None: unknown.
 
     Raises:
-        ConfigError: it has none, such as a token that was added to the tokenizer only.
+        ConfigError: it has none, for instance because it was added to the tokenizer only.
     """
     if isinstance(pad, int) and tokens is not None and not 0 <= pad < tokens:
         raise ConfigError(
-            f"the padding token {pad} is outside 0..{tokens - 1}, the model's table of embeddings: call "
-            "model.resize_token_embeddings(len(tokenizer)) first, or pad with a token that the model knows "
+            f"the padding token {pad} is outside the model's embedding table, 0..{tokens - 1}: call "
+            "model.resize_token_embeddings(len(tokenizer)) first, or pad with a token in the table "
             "(tokenizer.pad_token = tokenizer.eos_token)"
         )
 
 
 def align_padding(model: Any, tokenizer: Any) -> None:
-    """Set the model's padding token to that of the tokenizer, with which a recipe pads its rows."""
+    """Set the model's padding token to the tokenizer's, with which a recipe pads its rows."""
     if tokenizer.pad_token_id is not None:
         model.config.pad_token_id = tokenizer.pad_token_id
         _text_config(model).pad_token_id = tokenizer.pad_token_id
@@ -117,7 +116,7 @@ _TABLE = re.compile(r"(?:^|\.)(?:wpe|embed_positions|position_embeddings?|pos_em
 
 
 def num_positions(model: nn.Module) -> int | None:
-    """Return the largest number of tokens in a row, None if positions are computed or relative.
+    """Return the largest number of tokens in a row; None if positions are computed or relative.
 
     A tower for images or sound counts patches or frames, not tokens.
 
@@ -131,7 +130,7 @@ def num_positions(model: nn.Module) -> int | None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and _TABLE.search(name) and input_of(model, name) == TOKENS:
             rows = module.num_embeddings
-            if module.padding_idx is not None:  # RoBERTa counts from behind the padding
+            if module.padding_idx is not None:  # RoBERTa counts positions from after the padding index
                 rows -= module.padding_idx + 1
             bounds.append(min(rows, stated) if isinstance(stated, int) and stated > 0 else rows)
     return min(bounds, default=None)

@@ -1,8 +1,8 @@
-"""The model and the tokenizer that a recipe names, ready to be trained.
+"""Load the model and the tokenizer that a recipe names, and prepare them for training.
 
-Place in the flow: beside the data. A model comes from the Hub, from a folder, or new from a configuration. The recipe
-then selects the trained parameters: all, LoRA factors, or all but some frozen ones. Attaching the hooks later checks
-that each trainable part can be clipped exactly.
+A model comes from the Hub, from a folder, or new from a configuration. The recipe then selects the trained parameters:
+all, LoRA factors, or all but some frozen ones. Attaching the hooks later checks that each trainable part can be clipped
+exactly.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _CLASSES: dict[str, Any] = {
     task: getattr(transformers, f"MODEL_FOR_{about.mapping}_MAPPING") for task, about in TASKS.items()
 }
 _HEADS = r"(.*\.)?(classifier|score|qa_outputs)"
-"""Pattern of heads that PEFT trains whole and that "all-linear" would adapt as well, which PEFT refuses."""
+"""Pattern of heads that PEFT trains whole and that "all-linear" would also adapt, which PEFT refuses."""
 DTYPES: dict[str, Any] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": "auto"}
 
-# Exceptions of transformers for a configuration from which no model can be built.
+# Exceptions that transformers raises for a configuration from which no model can be built.
 _UNBUILDABLE = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError, StrictDataclassError)
 
 
@@ -69,7 +69,7 @@ def load_tokenizer(model: ModelConfig, public_texts: Iterable[str] | None = None
     name = model.tokenizer or model.name
     if name is None:
         raise ConfigError(
-            "a model made from model.config has no tokenizer: give model.tokenizer (load one) or "
+            "a model made from model.config has no tokenizer: set model.tokenizer (load one) or "
             "model.tokenizer_vocab_size (train one on the public text)"
         )
     try:
@@ -95,10 +95,10 @@ def load_model(
     Args:
         model: the recipe's section.
         tokenizer: as loaded by `load_tokenizer`.
-        num_labels: number of classes where `model.num_labels` is not given, such as `dpllm.data.rows.num_labels_of`.
+        num_labels: number of classes if `model.num_labels` is not set, such as `dpllm.data.rows.num_labels_of`.
 
     Raises:
-        ConfigError: as the two functions.
+        ConfigError: one of the two functions raised it.
     """
     return prepare_model(load_base_model(model, tokenizer, num_labels), model)
 
@@ -139,10 +139,10 @@ def load_base_model(
 
 
 def _labels(model: ModelConfig, num_labels: int | None) -> dict[str, Any]:
-    """Return the arguments of a configuration that give a head its size and its task.
+    """Return the arguments of a configuration that set a head's size and its task.
 
     Raises:
-        ConfigError: the number of classes is not known.
+        ConfigError: the number of classes is unknown.
     """
     about = TASKS[model.task]
     if not about.needs_labels:
@@ -150,14 +150,14 @@ def _labels(model: ModelConfig, num_labels: int | None) -> dict[str, Any]:
     known = model.num_labels or (1 if model.task == "regression" else num_labels)
     if known is None:
         raise ConfigError(
-            "the number of classes is not known: set model.num_labels, or name the classes as data.class_names. "
-            "They are public facts; neither the private labels nor the schema of a private file is counted"
+            "the number of classes is unknown: set model.num_labels, or list the classes in data.class_names. "
+            "They must be public facts, so they are never counted in the private labels or in a private file's schema"
         )
     return {"num_labels": known, **({"problem_type": about.problem_type} if about.problem_type else {})}
 
 
 def _dtype_of(model: ModelConfig) -> torch.dtype:
-    """Return the type of the model's weights, also where the recipe takes that of the files."""
+    """Return the dtype of the model's weights, also where the recipe takes it from the files."""
     if model.dtype != "auto":
         return DTYPES[model.dtype]
     try:
@@ -168,7 +168,7 @@ def _dtype_of(model: ModelConfig) -> torch.dtype:
 
 
 def _heads(model: ModelConfig, labels: Mapping[str, Any]) -> list[str]:
-    """Return the names of the parts around a base model, which are new and are trained: they stay as they are."""
+    """Return the names of the parts on top of a base model, which are new and trained and must not be quantised."""
     with torch.device("meta"):
         base = _without_weights(model, _saved_config(model, labels), torch.float32)
     return [name for name, _ in base.named_children() if name != base.base_model_prefix]
@@ -207,8 +207,8 @@ def skeleton(model: ModelConfig, num_labels: int | None = None) -> PreTrainedMod
         if needs_code(error):
             raise not_loaded("model", str(model.name), error) from error
         raise ConfigError(
-            f"no model for model.task={model.task} can be built from {where} ({type(error).__name__}: "
-            f"{one_line(error)}). Correct its sizes, or restore the file that belongs to the weights"
+            f"model.task={model.task} cannot be built from {where} ({type(error).__name__}: "
+            f"{one_line(error)}). Correct the sizes, or restore the config.json that belongs to the weights"
         ) from error
     with torch.device("meta"):
         return prepare_model(base, model)
@@ -243,13 +243,13 @@ def config_arguments(model: ModelConfig) -> tuple[str, dict[str, Any]]:
     try:
         default = AutoConfig.for_model(kind)
     except (ValueError, KeyError) as error:
-        raise ConfigError(f"model.config: transformers has no model_type {kind!r}") from error
+        raise ConfigError(f"model.config: transformers does not know model_type {kind!r}") from error
     known = {*default.to_dict(), *default.attribute_map, "num_labels"}
     if default.is_encoder_decoder:
         known.add("decoder_start_token_id")
     for key in arguments:
         if key not in known:
-            raise ConfigError(f"model.config: a {kind} configuration has no '{key}'{nearest(str(key), known)}")
+            raise ConfigError(f"model.config: {kind} configurations have no key '{key}'{nearest(str(key), known)}")
     return kind, arguments
 
 
@@ -258,13 +258,13 @@ def prepare_model(base: PreTrainedModel, model: ModelConfig) -> PreTrainedModel 
 
     Raises:
         ConfigError: an unknown LoRA argument, or one whose value would come from the private data; no module to adapt;
-            a freeze pattern without a match; nothing left to train.
+            a freeze pattern without a match; no trainable parameter left.
     """
     prepared: PreTrainedModel | PeftModel = base
     if model.adapter is None and (stored := stored_as(base)) is not None:
         raise ConfigError(
-            f"the weights of the model {model.name!r} are quantised ({stored}), so its matrices cannot be trained, and "
-            "norms and embeddings alone would be: give model.adapter, such as {r: 16, target_modules: all-linear}"
+            f"the weights of the model {model.name!r} are quantised ({stored}), so its weight matrices cannot be "
+            "trained directly: set model.adapter, such as {r: 16, target_modules: all-linear}"
         )
     if model.adapter is not None:
         config = _lora_config(model)
@@ -279,21 +279,21 @@ def prepare_model(base: PreTrainedModel, model: ModelConfig) -> PreTrainedModel 
         matched = set(fnmatch.filter(names, pattern))
         if not matched:
             raise ConfigError(
-                f"model.freeze: no parameter is named like '{pattern}'{nearest(pattern, names) or '.'} "
-                f"Names look like {', '.join(names[:3])}"
+                f"model.freeze: no parameter name matches '{pattern}'{nearest(pattern, names) or '.'} "
+                f"Parameter names look like {', '.join(names[:3])}"
             )
         for name, parameter in prepared.named_parameters():
             if name in matched:
                 parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in prepared.parameters()):
         raise ConfigError(
-            "the model has no trainable parameter: take patterns out of model.freeze, or check model.adapter"
+            "the model has no trainable parameter: remove patterns from model.freeze, or check model.adapter"
         )
     return prepared
 
 
 def _name_the_base_from_everywhere(model: PeftModel) -> None:
-    """Write the whole path of a local base model into the adapter's configuration: it is read in another folder."""
+    """Write the full path of a local base model into the adapter's configuration, which is read in another folder."""
     for config in model.peft_config.values():
         name = config.base_model_name_or_path
         if name and Path(name).expanduser().is_dir():
@@ -304,8 +304,8 @@ def with_adapter(base: nn.Module, config: Any, task: str | None) -> PeftModel:
     """Return a model with a new adapter, as the argument ``peft_config`` of a Trainer describes it.
 
     Args:
-        base: without an adapter.
-        config: a `peft.PeftConfig`. It is not changed; a missing ``task_type`` is that of the model's task.
+        base: model without an adapter.
+        config: a `peft.PeftConfig`. It is not changed; a missing ``task_type`` is set for the model's task.
         task: one of `dpllm.config.TASKS`. None: unknown.
 
     Raises:
@@ -314,10 +314,10 @@ def with_adapter(base: nn.Module, config: Any, task: str | None) -> PeftModel:
     name = "peft_config"
     if not isinstance(config, PeftConfig):
         raise ConfigError(
-            f"{name} is of type {type(config).__name__}: pass a description of PEFT, peft.LoraConfig(...)"
+            f"{name} is of type {type(config).__name__}: pass a PEFT configuration, such as peft.LoraConfig(...)"
         )
     if isinstance(base, PeftModel):
-        raise ConfigError(f"{name} describes an adapter, and the model has one already: leave {name} out")
+        raise ConfigError(f"{name} describes an adapter, but the model already has one: leave {name} out")
     _refuse_data_driven(name, getattr(config, "init_lora_weights", None))
     config = copy.deepcopy(config)
     if task is not None:
@@ -339,7 +339,7 @@ def _refuse_data_driven(name: str, kind: Any) -> None:
     if isinstance(kind, str) and kind.lower() in DATA_DRIVEN_INIT:
         raise ConfigError(
             f"{name}: init_lora_weights={kind!r} starts from statistics of the private data, which ε would not "
-            "cover: use true, 'gaussian', 'pissa' or 'olora'"
+            "cover. Use true, 'gaussian', 'pissa' or 'olora'"
         )
 
 
@@ -361,7 +361,7 @@ def _lora_config(model: ModelConfig) -> LoraConfig:
 
 def _from_config(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, labels: Mapping[str, Any]) -> PreTrainedModel:
     if model.dtype == "auto":
-        raise ConfigError("model.dtype='auto' takes the type of saved weights, but model.config has none: use float32")
+        raise ConfigError("model.dtype='auto' takes the dtype of saved weights, but model.config has none: use float32")
     kind, arguments = config_arguments(model)
     if AutoConfig.for_model(kind).is_encoder_decoder:
         arguments.setdefault("decoder_start_token_id", tokenizer.pad_token_id)
@@ -378,7 +378,7 @@ def _from_config(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, labels:
 
 
 def _set_tying(base: PreTrainedModel, model: ModelConfig) -> None:
-    """Tie or untie head and input embedding, as the recipe says, without changing the model's function."""
+    """Tie or untie head and input embedding, as the recipe requires, without changing the model's function."""
     wanted = model.tie_word_embeddings
     head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
     tied = head is not None and head.weight is embedding.weight
@@ -386,11 +386,10 @@ def _set_tying(base: PreTrainedModel, model: ModelConfig) -> None:
         return
     if wanted:
         raise ConfigError(
-            "model.tie_word_embeddings=true would discard the head of this pretrained model, which is not tied: "
-            "leave it out"
+            "model.tie_word_embeddings=true would discard the untied head of this pretrained model: leave it out"
         )
     if model.task != "causal_lm":
-        raise ConfigError(f"model.tie_word_embeddings=false is for causal_lm; leave it out for {model.task}")
+        raise ConfigError(f"model.tie_word_embeddings=false is for causal_lm only: leave it out for {model.task}")
     head.weight = nn.Parameter(head.weight.detach().clone())
     base.config.tie_word_embeddings = False
     base.all_tied_weights_keys = {}
@@ -401,4 +400,4 @@ def _max_positions(model: ModelConfig) -> int:
     for key in ("max_position_embeddings", "n_positions"):
         if key in config:
             return int(config[key])
-    raise ConfigError("model.config needs max_position_embeddings: the longest row the trained tokenizer may make")
+    raise ConfigError("model.config needs max_position_embeddings, the longest row that the trained tokenizer may make")

@@ -1,8 +1,7 @@
 """Load a pretrained model from a folder or the Hub, and refuse one that does not match its configuration.
 
-Place in the flow: below `dpllm.models.load`. transformers fills parts that are missing from the weights with random
-numbers, and drops parts that are missing from the configuration; it only logs a line. Here both are errors, except for
-the new head of a classifier.
+transformers fills parts that are missing from the weights with random numbers, and drops parts that are missing from
+the configuration; it only logs a line. Here both are errors, except for the new head of a classifier.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ _ADAPTER, _CONFIG = "adapter_config.json", "config.json"
 
 
 def load_pretrained(auto: Any, name: str, new_head: bool, **options: Any) -> Any:
-    """Return ``auto.from_pretrained(name, **options)``, complete.
+    """Return ``auto.from_pretrained(name, **options)``, and check that it is complete.
 
     Args:
         auto: a class of transformers, such as ``AutoModelForCausalLM``.
         name: a folder, or a name on the Hub.
         new_head: whether the task's head may be new (a classifier on a language model).
-        options: of ``from_pretrained``. Code in the folder does not run unless ``trust_remote_code`` is true.
+        options: options of ``from_pretrained``. Code in the folder does not run unless ``trust_remote_code`` is true.
 
     Raises:
         ConfigError: it cannot be read, or its weights do not fit its configuration.
@@ -57,13 +56,13 @@ def refuse_mismatch(model: nn.Module, info: Mapping[str, Any], name: str, new_he
     """Refuse weights that are missing from a folder, or that its configuration does not contain.
 
     Args:
-        model: as loaded.
+        model: the loaded model.
         info: ``missing_keys``, ``unexpected_keys`` and ``mismatched_keys`` of transformers.
-        name: of the folder, for the message.
+        name: name of the folder, for the message.
         new_head: whether parts outside the base model may be new or left over.
 
     Raises:
-        ConfigError: parts would be random, or are not used.
+        ConfigError: parts would be random or unused.
     """
     prefix = str(getattr(model, "base_model_prefix", ""))
     base = getattr(model, prefix, None) if prefix else None
@@ -83,25 +82,25 @@ def refuse_mismatch(model: nn.Module, info: Mapping[str, Any], name: str, new_he
         f"{len(keys)} {words} ({', '.join(keys[:_SHOWN])}{', …' if len(keys) > _SHOWN else ''})"
         for keys, words in (
             (missing, "parameters are not in the files and would be random"),
-            (unexpected, "parameters in the files have no place in the model"),
-            (mismatched, "parameters have another shape in the files"),
+            (unexpected, "parameters in the files do not exist in the model"),
+            (mismatched, "parameters have a different shape in the files"),
         )
         if keys
     ]
     if found:
         raise ConfigError(
-            f"the model {name!r} does not match its config.json ({type(model).__name__}): {'; '.join(found)}. Give a "
-            "folder whose config.json belongs to its weights, or the task that it was saved for (model.task)"
+            f"the model {name!r} does not match its config.json ({type(model).__name__}): {'; '.join(found)}. Name a "
+            "folder whose config.json belongs to its weights, or the task for which the model was saved (model.task)"
         )
 
 
 def load_adapter(base: Any, folder: str | Path, **options: Any) -> PeftModel:
-    """Return a model with the adapter of a folder, also where the adapter was trained with added tokens.
+    """Return a model with the adapter of a folder, even if the adapter was trained with added tokens.
 
     Args:
-        base: the model below the adapter, with the tokens that it was published with; it is changed.
-        folder: of the adapter.
-        options: of ``PeftModel.from_pretrained``.
+        base: the model below the adapter, with the tokens with which it was published; it is changed.
+        folder: folder of the adapter.
+        options: options of ``PeftModel.from_pretrained``.
     """
     rows, table = _embedding_rows(base, Path(folder)), base.get_input_embeddings()
     if rows is not None and rows != table.num_embeddings:
@@ -111,7 +110,7 @@ def load_adapter(base: Any, folder: str | Path, **options: Any) -> PeftModel:
 
 
 def _embedding_rows(base: nn.Module, folder: Path) -> int | None:
-    """Return the number of tokens in the embedding that an adapter's file holds; None: it holds none."""
+    """Return the number of tokens in the embedding that an adapter's file contains; None: it contains none."""
     path, table = folder / SAFETENSORS_WEIGHTS_NAME, base.get_input_embeddings()  # type: ignore[operator]
     place = next((name for name, module in base.named_modules() if module is table), None)
     if place is None or not path.is_file():
@@ -123,14 +122,14 @@ def _embedding_rows(base: nn.Module, folder: Path) -> int | None:
 
 
 def changes_of_base(model: Any) -> tuple[dict[str, Any], int | None]:
-    """Return what an adapter's files lack and its model card states: how the model below it differs from its files.
+    """Return how the model below an adapter differs from its files, which the model card states.
 
     Args:
-        model: with an adapter.
+        model: model with an adapter.
 
     Returns:
-        The arguments of ``from_pretrained`` that give the base model its head, its classes and its padding, and the
-        number of rows of its embedding if tokens were added (None: there are as many as in its files).
+        The arguments of ``from_pretrained`` that give the base model its head, classes and padding, and the
+        number of rows of its embedding if tokens were added (None: as many as in its files).
     """
     inner = model.get_base_model()
     config: Any = getattr(inner, "config", None)
@@ -139,7 +138,7 @@ def changes_of_base(model: Any) -> tuple[dict[str, Any], int | None]:
     name = model.active_peft_config.base_model_name_or_path
     try:
         saved: Any = AutoConfig.from_pretrained(name, **NO_CODE) if name else None
-    except Exception:  # any: the model is not there, or its configuration is that of somebody's own class
+    except Exception:  # any: the model does not exist, or its configuration has a user's class
         saved = None
     changes: dict[str, Any] = {}
     task, names = task_of(inner), dict(config.id2label or {})
@@ -163,7 +162,7 @@ def _vocabulary(config: Any) -> int | None:
 
 
 def is_path(name: str) -> bool:
-    """Whether a name can only be that of a folder: a Hub id is ``name`` or ``owner/name``, and begins with a letter.
+    """Return whether a name can only be a folder: a Hub id is ``name`` or ``owner/name``, and begins with a letter.
 
     >>> [is_path(name) for name in ("./model", "~/model", "/models/gpt2", "a/b/c", "models/", "openai-community/gpt2")]
     [True, True, True, True, True, False]
@@ -172,28 +171,28 @@ def is_path(name: str) -> bool:
 
 
 def require_folder(what: str, name: str) -> None:
-    """Make sure that a name which can only be a path is that of a folder with a model; nothing is loaded.
+    """Check that a name which can only be a path is that of a folder with a model; nothing is loaded.
 
     Args:
         what: "model" or "tokenizer", for the message.
-        name: of a recipe.
+        name: name in a recipe.
 
     Raises:
         ConfigError: there is no such folder, it is a file, or it holds only an adapter or git-lfs pointers.
     """
     folder = Path(name)
     if folder.is_file():
-        raise ConfigError(f"the {what} {name!r} cannot be loaded: it is a file. Give the folder that holds it")
+        raise ConfigError(f"the {what} {name!r} cannot be loaded: it is a file. Name the folder that contains it")
     if not folder.is_dir() and is_path(name):
         whole = folder.expanduser()
-        remedy = f"Write the whole path, {whole}" if whole.is_dir() else "Correct it, or give a Hub id (owner/name)"
+        remedy = f"Write the full path, {whole}" if whole.is_dir() else "Correct it, or give a Hub id (owner/name)"
         raise ConfigError(
             f"the {what} {name!r} cannot be loaded: there is no such folder (seen from {Path.cwd()}). {remedy}"
         )
     if what == "model" and (folder / _ADAPTER).is_file() and not (folder / _CONFIG).is_file():
         raise ConfigError(
-            f"the model {name!r} cannot be loaded: the folder holds a LoRA adapter and not a whole model. Give the "
-            "model that it was trained on"
+            f"the model {name!r} cannot be loaded: the folder holds a LoRA adapter, not a whole model. Name the "
+            "model on which it was trained"
         )
     for file in sorted(folder.glob("*")):
         if file.is_file() and file.stat().st_size < _POINTER:
@@ -213,46 +212,46 @@ def not_loaded(what: str, name: str, error: Exception) -> ConfigError:
         return missing
     if needs_code(error):
         return ConfigError(
-            f"the {what} {name!r} holds code of its own (auto_map in its config.json), which runs only if you ask for "
-            "it. Read the .py files beside it, then set model.trust_remote_code=true (DPSFTTrainer, DPDPOTrainer: "
-            "args.trust_remote_code), or take a model whose class is part of transformers"
+            f"the {what} {name!r} comes with its own code (auto_map in its config.json), which runs only if you allow "
+            "it. Read its .py files, then set model.trust_remote_code=true (DPSFTTrainer, DPDPOTrainer: "
+            "args.trust_remote_code), or choose a model whose class is part of transformers"
         )
     local = Path(name).is_dir()
-    offline = " (HF_HUB_OFFLINE is set: only files in the cache are found)" if HF_HUB_OFFLINE else ""
+    offline = " (HF_HUB_OFFLINE is set, so only cached files are used)" if HF_HUB_OFFLINE else ""
     kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
     if local:
         return ConfigError(
-            f"the {what} {name!r} cannot be loaded: {kind}{one_line(error)}. Its files are damaged or do not belong "
-            "together (config.json, weights, tokenizer files): copy the folder again"
+            f"the {what} {name!r} cannot be loaded: {kind}{one_line(error)}. Its files (config.json, weights, "
+            "tokenizer files) are damaged or do not belong together: copy the folder again"
         )
     return ConfigError(
-        f"the {what} {name!r} cannot be loaded{offline}: no folder here has this name, and the Hub does not give it: "
+        f"the {what} {name!r} cannot be loaded{offline}: there is no local folder of this name, and the Hub returned "
         f"{kind}{one_line(error)}. Give a local folder, or a Hub name that can be reached"
     )
 
 
 def check_adapter_names(base: nn.Module, config: LoraConfig, source: str = "model.adapter") -> None:
-    """Make sure that every module that LoRA names is in the model; peft skips unknown names silently.
+    """Check that every module that LoRA names is in the model; peft silently skips unknown names.
 
     Args:
-        base: to which the adapter is added.
-        config: describes the adapter.
+        base: model to which the adapter is added.
+        config: description of the adapter.
         source: name of the description, for the message.
 
     Raises:
-        ConfigError: no module ends in a given name.
+        ConfigError: a name matches no module.
     """
     names = [name for name, _ in base.named_modules() if name]
     for key in ("target_modules", "modules_to_save", "exclude_modules"):
         wanted = getattr(config, key)
         if wanted is None or isinstance(wanted, str):
-            continue  # one text is "all-linear" or a pattern; peft itself refuses it without a match
+            continue  # a string is "all-linear" or a pattern; peft itself refuses it without a match
         for module in wanted:
             if not any(name == module or name.endswith(f".{module}") for name in names):
                 last = {name.rsplit(".", 1)[-1] for name in names}
                 raise ConfigError(
-                    f"{source}: {key} names '{module}', and the model has no such module"
-                    f"{nearest(str(module), last) or '.'} Its modules end in {', '.join(sorted(last)[:12])}"
+                    f"{source}: {key} names '{module}', but the model has no such module"
+                    f"{nearest(str(module), last) or '.'} Its module names end in {', '.join(sorted(last)[:12])}"
                 )
 
 

@@ -1,6 +1,6 @@
-"""Facts of a pretrained model that is on this machine: its kind, its size, the length of its rows, its tokenizer.
+"""Read facts of a pretrained model on this machine: its kind, its size, the length of its rows, its tokenizer.
 
-Place in the flow: `dpllm init` chooses the settings of a recipe by them. Nothing is downloaded, and no weight is read.
+`dpllm init` chooses the settings of a recipe by them. Nothing is downloaded, and no weight is read.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _ENDLESS = 1_000_000  # a tokenizer without a limit states 10^30
 
 @dataclass(frozen=True)
 class ModelAtHand:
-    """A model that is here.
+    """A model on this machine.
 
     Attributes:
-        folder: with its config.json.
+        folder: folder with its config.json.
         encoder_decoder: whether it has an encoder and a decoder.
-        parameters: their number.
-        longest: the most tokens of a row, by positions and tokenizer; None: no limit is stated.
+        parameters: number of its parameters.
+        longest: the largest number of tokens of a row, by positions and tokenizer; None: no limit is stated.
         transposed: whether its matrices are stored as inputs by outputs (GPT-2).
-        has_weights: whether its .safetensors files are here.
-        tokenizer: its own.
+        has_weights: whether its .safetensors files are on this machine.
+        tokenizer: its tokenizer.
     """
 
     folder: str
@@ -45,7 +45,7 @@ class ModelAtHand:
 
     @property
     def has_template(self) -> bool:
-        """Whether its tokenizer has a chat template."""
+        """Return whether its tokenizer has a chat template."""
         return bool(self.tokenizer.chat_template)
 
 
@@ -74,7 +74,7 @@ def model_at_hand(name: str) -> ModelAtHand | None:
     try:
         tokenizer = load_tokenizer(section)
     except ConfigError:
-        if str(folder) != name:  # the cache may hold a part of the model
+        if str(folder) != name:  # the cache may contain only a part of the model
             return None
         raise
     model = _built(section)

@@ -1,4 +1,4 @@
-"""One loss per row, normalised only within the row.
+"""Compute one loss per row, normalised only within the row.
 
 A loss divided by the number of tokens in the *batch* makes each row's gradient depend on the lengths of the others.
 Clipping then no longer bounds the change by one unit. Every loss here returns (B,).
@@ -21,19 +21,19 @@ from dpllm.data.labels import END, IGNORE, START
 from dpllm.data.transfer import host_values
 
 CHUNK_ENTRIES = 1 << 24
-"""Float32 logits that exist at a time: 64 MiB."""
+"""Number of float32 logits that exist at a time: 64 MiB."""
 
 
 def take_labels(inputs: dict[str, Any]) -> Tensor:
     """Remove the labels from a collator's batch and return them; the other entries are the model's inputs.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: there are no labels.
     """
     if not isinstance(inputs.get("labels"), Tensor):
         raise ConfigError(
-            f"The collator returned {', '.join(inputs) or 'nothing'} but no labels, from which each row's loss is "
-            'computed. Return a tensor "labels", rows first (for a causal language model the input_ids, with '
+            f"The collator returned {', '.join(inputs) or 'nothing'} but no labels, so no row loss can be computed. "
+            'Return a tensor "labels", rows first (for a causal language model the input_ids, with '
             f"{IGNORE} where there is no target), or leave data_collator out"
         )
     labels: Tensor = inputs.pop("labels")
@@ -41,7 +41,7 @@ def take_labels(inputs: dict[str, Any]) -> Tensor:
 
 
 def _token_losses(logits_BTV: Tensor, target_BT: Tensor) -> Tensor:
-    """Return (B, T): the cross-entropy of each target, 0 in other places."""
+    """Return (B, T): the cross-entropy of each target, 0 elsewhere."""
     return _CrossEntropy.apply(logits_BTV.flatten(0, 1), target_BT.flatten()).view(target_BT.shape)
 
 
@@ -51,7 +51,7 @@ def row_means(loss_BT: Tensor, target_BT: Tensor) -> Tensor:
 
 
 def next_tokens(labels: Tensor) -> Tensor:
-    """Return (B, T): the target of each position, which is the label of the position after it; -100 for the last."""
+    """Return (B, T): the target of each position, which is the label of the next position; -100 for the last."""
     return F.pad(labels[:, 1:], (0, 1), value=IGNORE)
 
 
@@ -63,18 +63,19 @@ def next_packed_tokens(labels: Tensor, cu_seq_lens: Tensor) -> Tensor:
         cu_seq_lens: (B + 1,) as for `packed_sequence_loss`.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: the shapes do not fit.
     """
     if len(labels) != 1 or cu_seq_lens.ndim != 1 or int(host_values(cu_seq_lens)[-1]) != labels.shape[1]:
         raise ValueError(
-            f"One row of all tokens and the places where rows begin are needed; labels are {tuple(labels.shape)}, and "
-            f"the last of the boundaries, {tuple(cu_seq_lens.shape)}, is {cu_seq_lens.flatten()[-1:].tolist()}."
+            f"Packed labels must be one row whose length is the last entry of cu_seq_lens; got labels of shape "
+            f"{tuple(labels.shape)} and {tuple(cu_seq_lens.shape)} boundaries ending in "
+            f"{cu_seq_lens.flatten()[-1:].tolist()}."
         )
     return next_tokens(labels).index_fill(1, cu_seq_lens[1:].long() - 1, IGNORE)
 
 
 def packed_row_means(loss_1N: Tensor, target_1N: Tensor, cu_seq_lens: Tensor) -> Tensor:
-    """Return `row_means` of rows that were laid end to end, (B,)."""
+    """Return `row_means` of concatenated rows, (B,)."""
     boundaries = cu_seq_lens.long()
     rows = torch.arange(len(boundaries) - 1, device=loss_1N.device)
     row_N = torch.repeat_interleave(rows, boundaries.diff(), output_size=loss_1N.shape[1])
@@ -92,7 +93,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     Logits in float32, their softmax and its gradient each take twice the memory of a bfloat16 model's logits, for the
     whole vocabulary. Here they exist for `CHUNK_ENTRIES` entries at a time. Places without a target are computed too:
-    to leave them out the host would have to wait until the device has counted the others, and shapes would follow from
+    to leave them out, the host would have to wait until the device has counted the others, and shapes would depend on
     the rows.
     """
 
@@ -143,13 +144,13 @@ def per_sequence_loss(logits: Tensor, labels: Tensor) -> Tensor:
         (B,) float32 (float64 for float64 logits).
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: the shapes do not fit.
 
     >>> per_sequence_loss(torch.zeros(2, 4, 10), torch.tensor([[1, 2, 3, 4], [1, 2, -100, -100]]))
     tensor([2.3026, 2.3026])
     """
     _check(logits, labels)
-    # The labels are shifted, not the logits: a slice of those would be copied, and its gradient scattered back.
+    # The labels are shifted, not the logits: a slice of the logits would be copied, and its gradient scattered back.
     return _token_mean(logits, next_tokens(labels))
 
 
@@ -158,13 +159,13 @@ def token_log_probs(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         logits: (B, T, V); position t predicts token t + 1.
-        labels: (B, T) token ids with -100 where a token is no target; they are shifted here.
+        labels: (B, T) token ids with -100 where a token is not a target; they are shifted here.
 
     Returns:
-        ``(log_prob, is_target)``, both (B, T): position t is about token t + 1, and 0 or false where it is no target.
+        ``(log_prob, is_target)``, both (B, T): position t is about token t + 1, and 0 or false if it is not a target.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: the shapes do not fit.
 
     >>> token_log_probs(torch.zeros(1, 3, 10), torch.tensor([[1, -100, 3]]))[0]
     tensor([[ 0.0000, -2.3026,  0.0000]])
@@ -175,19 +176,19 @@ def token_log_probs(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def packed_sequence_loss(logits: Tensor, labels: Tensor, cu_seq_lens: Tensor) -> Tensor:
-    """Return `per_sequence_loss` of rows that were laid end to end.
+    """Return `per_sequence_loss` of concatenated rows.
 
     Args:
         logits: (1, N, V) for the N tokens of all rows.
         labels: (1, N) token ids with -100 where no loss is wanted. They are shifted here, within each row: its last
             token predicts nothing.
-        cu_seq_lens: (B + 1,) where each row begins, and finally N.
+        cu_seq_lens: (B + 1,) start of each row, and finally N.
 
     Returns:
         (B,) float32 (float64 for float64 logits).
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: the shapes do not fit.
 
     >>> labels, boundaries = torch.tensor([[1, 2, 3, 4, 1, 2]]), torch.tensor([0, 4, 6])
     >>> packed_sequence_loss(torch.zeros(1, 6, 10), labels, boundaries)
@@ -224,7 +225,7 @@ def classification_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """
     if logits.ndim != 2 or labels.shape != logits.shape[:1]:
         raise ValueError(
-            f"logits (B, K) and labels (B,) are needed; they are {tuple(logits.shape)} and {tuple(labels.shape)}."
+            f"Expected logits (B, K) and labels (B,), got {tuple(logits.shape)} and {tuple(labels.shape)}."
         )
     return F.cross_entropy(_float(logits), labels, reduction="none")
 
@@ -245,7 +246,7 @@ def multi_label_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def regression_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the squared error of each row, averaged over the values that are predicted.
+    """Return the squared error of each row, averaged over the predicted values.
 
     Args:
         logits: (B, K).
@@ -295,7 +296,7 @@ def span_loss(start_logits: Tensor, end_logits: Tensor, labels: Tensor) -> Tenso
     """
     if start_logits.shape != labels.shape or end_logits.shape != labels.shape or labels.ndim != 2:
         raise ValueError(
-            f"start and end logits and labels (B, T) are needed; they are {tuple(start_logits.shape)}, "
+            f"Expected start logits, end logits and labels (B, T), got {tuple(start_logits.shape)}, "
             f"{tuple(end_logits.shape)} and {tuple(labels.shape)}."
         )
     return (_position_loss(start_logits, labels, START) + _position_loss(end_logits, labels, END)) / 2
@@ -312,14 +313,12 @@ def _position_loss(logits_BT: Tensor, labels_BT: Tensor, mark: int) -> Tensor:
 
 def _check_outputs(logits: Tensor, labels: Tensor) -> None:
     if logits.ndim != 2 or labels.shape != logits.shape:
-        raise ValueError(
-            f"logits and labels (B, K) are needed; they are {tuple(logits.shape)} and {tuple(labels.shape)}."
-        )
+        raise ValueError(f"Expected logits and labels (B, K), got {tuple(logits.shape)} and {tuple(labels.shape)}.")
 
 
 def _check(logits: Tensor, labels: Tensor) -> None:
     if logits.ndim != 3 or labels.shape != logits.shape[:2]:
         raise ValueError(
-            f"logits (B, T, V) and labels (B, T) are needed; they are {tuple(logits.shape)} and "
-            f"{tuple(labels.shape)}. Labels must have the length of the input and of the logits."
+            f"Expected logits (B, T, V) and labels (B, T), got {tuple(logits.shape)} and "
+            f"{tuple(labels.shape)}. Labels must be as long as the input and the logits."
         )

@@ -1,7 +1,6 @@
-"""A model with its LoRA adapter added to its weights, to be released as an ordinary model.
+"""Merge a model's LoRA adapter into its weights, to release it as an ordinary model.
 
-Place in the flow: after the training, when the model is saved. The sum depends only on the public base and on the
-trained adapter, so the guarantee of the adapter covers it.
+The sum depends only on the public base and on the trained adapter, so the guarantee of the adapter covers it.
 """
 
 from __future__ import annotations
@@ -23,35 +22,35 @@ from dpllm.ghost.refusals import is_packed
 from dpllm.models.quantization import sharding_of
 
 MERGED_FOLDER = "merged"
-"""Folder, inside that of the adapter, of the model with its adapter merged."""
+"""Folder of the merged model, inside the adapter's folder."""
 
 
 def refuse_unmergeable(model: Any, args: Any = None) -> None:
-    """Make sure, before the training, that an adapter can be merged after it.
+    """Check, before the training, that an adapter can be merged after it.
 
     Args:
-        model: to train, or trained.
+        model: model to train, or trained model.
         args: ``TrainingArguments``; None: the model is whole on this process.
 
     Raises:
-        ConfigError: there is no adapter, it is of another kind than LoRA, it changes a quantised model in another way
-            than by a sum, it changes a weight that several layers share, or no process will have the whole model.
+        ConfigError: there is no adapter, it is not LoRA, it changes a quantised model by more than
+            a sum, it changes a weight that several layers share, or no process will have the whole model.
     """
     if args is not None and (shards := sharding_of(args)) is not None:
         raise ConfigError(
-            f"merge_adapter needs the whole model on one process, and {shards} shards it: leave merge_adapter out, and "
+            f"merge_adapter needs the whole model on one process, but {shards} shards it: leave merge_adapter out, and "
             "merge the saved adapter afterwards (peft: merge_and_unload)"
         )
     configs = model.peft_config if isinstance(model, PeftModel) else {}
     kinds = sorted({_word(config.peft_type) for config in configs.values()})
     if kinds != ["LORA"]:
         found = f"the model has {', '.join(kinds)}" if kinds else "the model has no adapter"
-        raise ConfigError(f"merge_adapter adds a LoRA adapter to the weights, and {found}: leave merge_adapter out")
+        raise ConfigError(f"merge_adapter adds a LoRA adapter to the weights, but {found}: leave merge_adapter out")
     options = [one for one in ("use_dora", "lora_bias") if any(getattr(c, one, False) for c in configs.values())]
     if options and _is_packed(model):
         more = options[0]
         raise ConfigError(
-            f"merge_adapter: an adapter with {more} changes a quantised weight by more than a sum, so it cannot be "
+            f"merge_adapter: an adapter with {more} is not a plain sum with the quantised weight, so it cannot be "
             f"merged exactly. Leave {more} or merge_adapter out"
         )
 
@@ -61,7 +60,7 @@ def refuse_unmergeable(model: Any, args: Any = None) -> None:
 
 
 def _refuse_shared(model: nn.Module) -> None:
-    """Refuse an adapter of one of several layers that share a weight: the sum would change the others, too."""
+    """Refuse an adapter of one of several layers that share a weight: merging would change the others, too."""
     paths: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         paths.setdefault(id(parameter), []).append(name)
@@ -70,7 +69,7 @@ def _refuse_shared(model: nn.Module) -> None:
         if len(several := paths.get(id(weight), [])) > 1:
             other = next(name for name in several if not name.startswith(f"{path}."))
             raise ConfigError(
-                f"merge_adapter: {path} has an adapter, and shares its weight with {other}, which the sum would change "
+                f"merge_adapter: {path} has an adapter and shares its weight with {other}, which merging would change "
                 "too. Leave the layer out of target_modules, or leave merge_adapter out"
             )
 
@@ -83,22 +82,22 @@ def _refuse_other_parts(model: nn.Module) -> None:
             continue
         if not isinstance(module, LoraLayer) or not hasattr(module.get_base_layer(), "weight"):
             raise ConfigError(
-                f"merge_adapter: {path} ({type(module).__name__}) is trained in a way that is not added to a quantised "
-                "model. Leave trainable_token_indices and target_parameters of model.adapter out, or leave "
+                f"merge_adapter: {path} ({type(module).__name__}) is trained in a way that cannot be merged into a "
+                "quantised model. Remove trainable_token_indices and target_parameters from model.adapter, or leave "
                 "merge_adapter or quantization out"
             )
 
 
 def merged(model: Any) -> Any:
-    """Return a copy of a model with its LoRA adapter added to its weights, in ``config.dtype``, without quantisation.
+    """Return a copy of a model with its LoRA adapter merged into its weights, in ``config.dtype``, not quantised.
 
     The frozen weights are restored from their stored form: the adapter was trained on these, not on the original ones.
 
     Args:
-        model: with LoRA adapters, whole on this process, without hooks of a run.
+        model: model with LoRA adapters, whole on this process, without hooks of a run.
 
     Raises:
-        ConfigError: as `refuse_unmergeable`.
+        ConfigError: see `refuse_unmergeable`.
     """
     refuse_unmergeable(model)
     whole = copy.deepcopy(model)

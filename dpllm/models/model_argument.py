@@ -1,6 +1,6 @@
-"""The model of a Trainer from what its caller gave: a name, a description, a function, or the model itself.
+"""Make the model of a Trainer from its caller's argument: a name, a description, a function, or the model itself.
 
-Place in the flow: first in `dpllm.DPTrainer`, before any data are read. All ways end in a model with its tokenizer, and
+`dpllm.DPTrainer` does this first, before any data are read. All ways end in a model with its tokenizer, and
 nothing about them may depend on private rows: neither the weights, nor the adapters, nor the names of the classes.
 """
 
@@ -28,8 +28,8 @@ class GivenModel:
     """The model to train.
 
     Attributes:
-        model: with its adapters.
-        tokenizer: as it was given, or that of the model's name. None: there is none.
+        model: model with its adapters.
+        tokenizer: tokenizer as passed, or that of the model's name. None: there is none.
     """
 
     model: nn.Module
@@ -50,12 +50,12 @@ class GivenModel:
 
         Args:
             model: the model; its folder or its name on the Hub; or a mapping with the keys of a recipe's section
-                ``model``. A name without a task has the task that the model was saved for.
-            model_init: a function without arguments that returns the model, in place of ``model``.
-            peft_config: describes an adapter for the model. None: it is trained as it is.
-            tokenizer: None: for a model that is given by its name, the one beside its weights.
+                ``model``. A name without a task has the task for which the model was saved.
+            model_init: a function without arguments that returns the model, instead of ``model``.
+            peft_config: describes an adapter for the model. None: it is trained without a new adapter.
+            tokenizer: None: for a model given by name, the tokenizer stored with its weights.
             class_names: names of the classes, in order; public facts. They are written into the model's configuration.
-            seed: for new weights, the same on all processes.
+            seed: seed for new weights, the same on all processes.
             private: the data sets; a function that reads one is refused.
 
         Raises:
@@ -63,14 +63,14 @@ class GivenModel:
         """
         if isinstance(tokenizer, str):
             raise ConfigError(
-                f"processing_class is the text {tokenizer!r}: pass the tokenizer, "
+                f"processing_class is the string {tokenizer!r}: pass the tokenizer, "
                 f"AutoTokenizer.from_pretrained({tokenizer!r})"
             )
         if (model is None) == (model_init is None):
             given = "neither" if model is None else "both"
             raise ConfigError(
                 f"give exactly one of model and model_init, got {given}: model is a model, its folder or its name on "
-                "the Hub, and model_init a function that returns a model"
+                "the Hub, and model_init is a function that returns a model"
             )
         if not isinstance(model, nn.Module):
             set_seed(seed)
@@ -84,7 +84,7 @@ class GivenModel:
         if not isinstance(model, nn.Module):
             source = "model is" if model_init is None else "model_init returned an object"
             raise ConfigError(
-                f"{source} of type {type(model).__name__}: give the model itself, as from_pretrained returns it"
+                f"{source} of type {type(model).__name__}: pass the model itself, as from_pretrained returns it"
             )
         if hasattr(model, "_orig_mod"):
             raise ConfigError(
@@ -118,8 +118,8 @@ def names_of_classes(model: Any) -> list[str] | None:
 def _described(model: str | Mapping[str, Any], peft_config: Any) -> ModelConfig:
     if isinstance(model, Mapping) and peft_config is not None:
         raise ConfigError(
-            "model is a description and peft_config is given as well: describe the adapter in model={'adapter': ...}, "
-            "or pass the model's name as a text"
+            "model is a description, and peft_config is given as well: describe the adapter in "
+            "model={'adapter': ...}, or pass the model's name as a string"
         )
     keys: dict[str, Any] = {"name": model} if isinstance(model, str) else dict(model)
     if keys.get("task") is None and isinstance(keys.get("name"), str) and keys["name"]:
@@ -128,14 +128,14 @@ def _described(model: str | Mapping[str, Any], peft_config: Any) -> ModelConfig:
 
 
 def _saved_task(name: str, trusted: bool) -> str:
-    """Return the task that a model was saved for, by its config.json.
+    """Return the task for which a model was saved, according to its config.json.
 
     Args:
         name: a folder, or a name on the Hub.
         trusted: whether code in the folder may run.
 
     Raises:
-        ConfigError: it cannot be read, or the class is none of a task's, such as an encoder without a head.
+        ConfigError: it cannot be read, or the class belongs to no task, such as an encoder without a head.
     """
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trusted)
@@ -144,10 +144,10 @@ def _saved_task(name: str, trusted: bool) -> str:
     classes = [str(one) for one in getattr(config, "architectures", None) or ()]
     task = task_of_class(classes[0], config) if classes else None
     if task is None:
-        saved = f"was saved as {classes[0]}, which has no task" if classes else "does not say what it was saved as"
+        saved = f"was saved as {classes[0]}, which has no task" if classes else "names no class in its config.json"
         raise ConfigError(
-            f"the model {name!r} {saved}: give the task as well, model={{'name': {name!r}, 'task': ...}}, one of "
-            f"{', '.join(TASKS)}; a classifier needs data={{'class_names': [...]}} or 'num_labels'"
+            f"the model {name!r} {saved}: add the task, model={{'name': {name!r}, 'task': ...}}, one of "
+            f"{', '.join(TASKS)}. A classifier needs data={{'class_names': [...]}} or 'num_labels'"
         )
     return task
 
@@ -156,16 +156,16 @@ def name_classes(model: Any, class_names: Sequence[str], own: bool = False) -> N
     """Write the names of the classes into a model's configuration, so that the released model answers with them.
 
     Args:
-        model: of transformers.
+        model: a transformers model.
         class_names: in the order of the labels' numbers; public facts.
-        own: whether the model takes these names if it has others, as in a recipe, whose labels they number.
+        own: whether these names replace the model's, as in a recipe, whose labels they number.
 
     Raises:
-        ConfigError: the model has another number of classes, or other names, or no classes.
+        ConfigError: the model has a different number of classes, different names, or no classes.
     """
     if labels_of(task_of(model)) not in ("class", "tokens", "numbers") or task_of(model) == "regression":
         raise ConfigError(
-            f"data.class_names names classes, and a {type(model).__name__} has none: leave it out, or give the task "
+            f"data.class_names names classes, but a {type(model).__name__} has none: leave it out, or give the task "
             "(model={'name': ..., 'task': 'sequence_classification'})"
         )
     names = {number: str(name) for number, name in enumerate(class_names)}
@@ -173,9 +173,9 @@ def name_classes(model: Any, class_names: Sequence[str], own: bool = False) -> N
     others = known not in (_numbered(len(known)), names) and not own
     if len(known) != len(names) or others:
         raise ConfigError(
-            f"data.class_names names {len(names)} classes ({', '.join(names.values())}), and the model has "
-            f"{len(known)} ({', '.join(map(str, known.values()))}): give its own names in its order, or load it with "
-            "num_labels and id2label of your classes (in a recipe: leave model.num_labels out)"
+            f"data.class_names names {len(names)} classes ({', '.join(names.values())}), but the model has "
+            f"{len(known)} ({', '.join(map(str, known.values()))}). Use the model's names in its order, or load it "
+            "with num_labels and id2label of your classes (in a recipe: leave model.num_labels out)"
         )
     model.config.id2label = names
     model.config.label2id = {name: number for number, name in names.items()}
@@ -192,7 +192,7 @@ def _made_by(model_init: Callable[..., Any], private: Sequence[Any]) -> Any:
         ConfigError: it takes arguments, or reads a private data set.
     """
     if not callable(model_init):
-        raise ConfigError(f"model_init is of type {type(model_init).__name__}: give a function that returns the model")
+        raise ConfigError(f"model_init is of type {type(model_init).__name__}: pass a function that returns the model")
     needed = [
         name
         for name, parameter in inspect.signature(model_init).parameters.items()
@@ -201,13 +201,13 @@ def _made_by(model_init: Callable[..., Any], private: Sequence[Any]) -> Any:
     ]
     if needed:
         raise ConfigError(
-            f"model_init takes the argument {needed[0]!r}, as a search for hyperparameters passes it: each of its "
-            "trainings costs privacy. Give a function without arguments"
+            f"model_init takes the argument {needed[0]!r}, as a hyperparameter search passes it, but each training "
+            "of a search costs privacy. Pass a function without arguments"
         )
     if any(_is_one_of(value, private) for value in _read_by(model_init)):
         raise ConfigError(
-            "model_init reads a private data set, so the initial weights or their shape may depend on its rows, which "
-            "epsilon does not cover. Give it public facts instead, such as the number of classes"
+            "model_init reads a private data set, so the initial weights or their shapes may depend on its rows, which "
+            "epsilon does not cover. Use public facts instead, such as the number of classes"
         )
     return model_init()
 

@@ -1,11 +1,11 @@
-"""Attention for packed rows: every row separately, on any device.
+"""Compute attention for packed rows: every row separately, on any device.
 
-Place in the flow: beside the models. `dpllm.data.rows.PackedCollator` lays the rows of a microbatch end to end. Only
-the attention of a transformer combines tokens. The attention registered here, under the name `ATTENTION`, reads the row
-boundaries from ``cu_seq_lens_q``, cuts queries, keys and values into rows, and passes them to PyTorch's scaled dot
-product attention as a batch. The result equals that of ``flash_attention_2`` with the same arguments, which needs the
-flash-attn package and a GPU. Both separate rows by never combining them. For its other implementations, transformers
-derives a mask over all N x N pairs from ``position_ids``. Such a mask multiplies by zero, and 0 * NaN is NaN.
+`dpllm.data.rows.PackedCollator` concatenates the rows of a microbatch. Only the attention of a transformer combines
+tokens. The attention registered here, under the name `ATTENTION`, reads the row boundaries from ``cu_seq_lens_q``, cuts
+queries, keys and values into rows, and passes them to PyTorch's scaled dot product attention as a batch. The result
+equals that of ``flash_attention_2`` with the same arguments, which needs the flash-attn package and a GPU. Both
+separate rows by never combining them. For its other implementations, transformers derives a mask over all N x N pairs
+from ``position_ids``. Such a mask multiplies by zero, and 0 * NaN is NaN.
 
 Shape suffixes: B rows, H heads, N tokens of all rows, T tokens of the longest row, D features of a head.
 """
@@ -57,11 +57,11 @@ def packed_attention(
         value: of the shape of the keys.
         attention_mask: (B, T), for rows that are not packed; True where a token is visible; or (B, 1, T, T), as
             PyTorch's scaled dot product attention takes it.
-        dropout: of the attention's weights.
-        scaling: of the products; None: 1/sqrt(D).
-        sliding_window: the number of tokens that a token sees backwards, itself included; None: all.
+        dropout: dropout of the attention's weights.
+        scaling: factor of the products; None: 1/sqrt(D).
+        sliding_window: number of previous tokens that a token sees, including itself; None: all.
         is_causal: False is refused.
-        cu_seq_lens_q: (B + 1,) where the packed rows begin, and their end; None: rows are not packed.
+        cu_seq_lens_q: (B + 1,) starts of the packed rows, and their end; None: rows are not packed.
         max_length_q: T; None: read from ``cu_seq_lens_q``.
         kwargs: arguments for other implementations of attention.
 
@@ -69,12 +69,12 @@ def packed_attention(
         The output (1, N, H, D), or (B, T, H, D), and None for the weights.
 
     Raises:
-        ValueError: an attention that is not causal, with sinks or with a cap on its products.
+        ValueError: the attention is not causal, or has sinks or a cap on its products.
     """
     needed = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
     if needed or not (is_causal if is_causal is not None else getattr(module, "is_causal", True)):
         raise ValueError(
-            f"{type(module).__name__} needs {needed or 'attention in both directions'}, which {ATTENTION} does not "
+            f"{type(module).__name__} needs {needed or 'bidirectional attention'}, which {ATTENTION} does not "
             "support. Do not pack the rows of this model (microbatch.pack: false), or load it with flash_attention_2."
         )
     if cu_seq_lens_q is None:
@@ -98,7 +98,7 @@ def _slots(cu_seq_lens_q: Tensor, tokens: int, longest: int) -> Tensor:
 
 
 def _rows(x: Tensor, slot_N: Tensor, num_rows: int, longest: int) -> Tensor:
-    """Return (1, H, N, D) as (B, H, T, D), with zeros behind short rows: no token of a row sees later tokens."""
+    """Return (1, H, N, D) as (B, H, T, D), with zeros after short rows: no token of a row sees later tokens."""
     x_NHD = x[0].transpose(0, 1)
     slots = x.new_zeros(num_rows * longest, *x_NHD.shape[1:]).index_copy(0, slot_N, x_NHD)
     return slots.unflatten(0, (num_rows, longest)).transpose(1, 2)
@@ -122,29 +122,29 @@ AttentionMaskInterface.register(ATTENTION, flash_attention_mask)  # it passes on
 
 
 def refuse_unpackable(model: nn.Module, task: str | None, collator: Any = None, loss: Any = None) -> None:
-    """Make sure that a model accepts packed rows; the first batch measures whether it keeps them independent.
+    """Check that a model accepts packed rows; the first batch checks whether it keeps them independent.
 
     Args:
-        model: PEFT-wrapped or not.
+        model: the model, PEFT-wrapped or not.
         task: the task of the training, as in `dpllm.config.ModelConfig`; None: another one.
         collator: the caller's own collator; None: the default.
-        loss: the caller's own loss per row; None: the default.
+        loss: the caller's own row loss; None: the default.
 
     Raises:
-        ConfigError: the model is not a causal language model, takes no positions or no boundaries, or has an attention
-            that cannot be replaced; a collator or a loss that was made for padded rows.
+        ConfigError: the model is not a causal language model, accepts no positions or no boundaries, or has an
+            attention that cannot be replaced; or a collator or a loss was made for padded rows.
     """
     inner: Any = _inside(model)
     name, taken = type(inner).__name__, inspect.signature(inner.forward).parameters
     rest = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
     if task != "causal_lm":
-        reason = f"{name} is not a causal language model, and only their rows can be laid end to end"
+        reason = f"{name} is not a causal language model, and only their rows can be concatenated"
     elif "position_ids" not in taken or not (rest or BOUNDARIES in taken):
-        reason = f"{name} takes no row boundaries: its forward has no position_ids, or no {BOUNDARIES}"
+        reason = f"{name} accepts no row boundaries: its forward has no position_ids or no {BOUNDARIES}"
     elif not isinstance(inner, PreTrainedModel) or not inner._supports_flash_attn:
         reason = f"{name} has a custom attention, which does not accept rows of different lengths"
     elif isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
-        reason = "the tokens of a learned prompt would be only before the first row"
+        reason = "a learned prompt would precede only the first row"
     elif collator is not None and not isinstance(collator, RowCollator):
         reason = "data_collator was made for padded rows; leave it out"
     elif loss is not None:

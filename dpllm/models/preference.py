@@ -1,12 +1,12 @@
-"""One loss per preference pair: a chosen and a rejected answer to one prompt.
+"""Compute one loss per preference pair: a chosen and a rejected answer to one prompt.
 
-Place in the flow: beside `dpllm.models.losses`. A pair is one row of the training data. Its loss depends on two
-sequences, so the model is called twice for each microbatch, once with the chosen and once with the rejected answers of
-the same pairs; a row of each call is the same pair. Norms and sums add up over both calls (`dpllm.ghost.calls`).
+A pair is one row of the training data. Its loss depends on two sequences, so the model is called twice for each
+microbatch, once with the chosen and once with the rejected answers of the same pairs; a row of each call is the same
+pair. Norms and sums add up over both calls (`dpllm.ghost.calls`).
 
 The formulas are those of TRL 1.16 (``DPOTrainer._compute_loss``) before its mean over the batch;
 `tests/models/test_preference.py` compares each with TRL's scalar for a batch of one pair. Losses that sort the batch or
-average over its tokens are not here.
+average over its tokens are not included.
 
 Shape suffixes: B pairs, T tokens.
 """
@@ -29,24 +29,24 @@ from dpllm.models.losses import token_log_probs
 
 SIDES = ("chosen", "rejected")
 """The two sequences of a pair."""
-_LARGEST_EXPONENT = 80.0  # exp of it is a float32
+_LARGEST_EXPONENT = 80.0  # its exponential fits in float32
 
 COUPLED: Mapping[str, str] = {
-    "aot": "it sorts the log-ratios of all pairs of the batch",
-    "aot_unpaired": "it sorts the log-ratios of all answers of the batch",
-    "aot_pair": "it sorts the log-ratios of all pairs of the batch",
-    "sft": "it is an average over the tokens of all chosen answers of the batch; train on these with DPSFTTrainer",
+    "aot": "it sorts the log-ratios of all pairs in the batch",
+    "aot_unpaired": "it sorts the log-ratios of all answers in the batch",
+    "aot_pair": "it sorts the log-ratios of all pairs in the batch",
+    "sft": "it averages over the tokens of all chosen answers in the batch; train on these with DPSFTTrainer",
 }
 """TRL's losses in which pairs depend on each other, and why."""
 
 
 @dataclass(frozen=True)
 class PairScores:
-    """What a loss is computed of; all (B,).
+    """The quantities from which a loss is computed; all (B,).
 
     Attributes:
         chosen: log-probability of the chosen answer under the model, minus that under the reference.
-        rejected: the same of the rejected answer.
+        rejected: the same for the rejected answer.
         chosen_score: ``chosen`` under the f-divergence.
         rejected_score: ``rejected`` under it.
         chosen_tokens: number of tokens of the chosen answer.
@@ -78,13 +78,13 @@ class PairLoss:
     """A weighted sum of losses of a pair, from its log-probabilities.
 
     Attributes:
-        kinds: of `KINDS`.
+        kinds: names from `KINDS`.
         weights: one for each; None: each has the weight 1.
         beta: strength of the tie to the reference; for "ipo" the parameter τ.
         label_smoothing: ε of "exo_pair"; the probability of a flipped preference of "robust".
         discopop_tau: temperature of "discopop".
         f_divergence: one of `DIVERGENCES`.
-        f_alpha: α of the "alpha_divergence".
+        f_alpha: α of "alpha_divergence".
         tail_weight: weight of the tokens of an answer that is longer than the other one, beyond the other's length
             (LD-DPO's α, arXiv:2409.06411). None: 1.
 
@@ -126,7 +126,7 @@ class PairLoss:
         if self.tail_weight is not None:
             between("ld_alpha", self.tail_weight, 0, 1)
         if "exo_pair" in self.kinds and self.label_smoothing == 0:
-            raise ConfigError("loss_type='exo_pair' needs label_smoothing above 0; its paper has 1e-3")
+            raise ConfigError("loss_type='exo_pair' needs label_smoothing above 0; its paper uses 1e-3")
         if "robust" in self.kinds and self.label_smoothing >= 0.5:
             raise ConfigError(f"loss_type='robust' needs label_smoothing below 0.5, got {self.label_smoothing}")
         if self.f_divergence not in DIVERGENCES:
@@ -137,16 +137,16 @@ class PairLoss:
         only = [kind for kind in self.kinds if kind not in _OF_DIFFERENCES]
         if only and self.f_divergence != "reverse_kl":
             raise ConfigError(
-                f"f_divergence_type={self.f_divergence!r} is for losses of the difference of two scores, and "
-                f"{only[0]!r} is none: leave it out"
+                f"f_divergence_type={self.f_divergence!r} applies only to losses of a difference of two scores, which "
+                f"{only[0]!r} is not: leave it out"
             )
 
     def __call__(self, log_probs: Tensor, reference: Tensor, tokens: Tensor) -> Tensor:
         """Return the loss of each pair (B,), computed from that pair only.
 
         Args:
-            log_probs: (B, 2) of the chosen and of the rejected answer under the model.
-            reference: (B, 2) the same under the reference.
+            log_probs: (B, 2) log-probabilities of the chosen and the rejected answer under the model.
+            reference: (B, 2) log-probabilities under the reference.
             tokens: (B, 2) number of tokens of the two answers.
         """
         chosen, rejected = (log_probs - reference).unbind(1)
@@ -217,7 +217,7 @@ KINDS: Mapping[str, Callable[[PairLoss, PairScores], Tensor]] = {
     "discopop": _discopop,
     "sigmoid_norm": lambda loss, pair: -F.logsigmoid(loss.beta * pair.delta_per_token),
 }
-"""TRL's names of losses to their formulas. "sppo_hard" is arXiv:2405.00675, "apo_zero" equation 7 of
+"""TRL's losses by name, as formulas. "sppo_hard" is arXiv:2405.00675, "apo_zero" equation 7 of
 arXiv:2408.06266."""
 
 _OF_DIFFERENCES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop")
@@ -237,7 +237,7 @@ DIVERGENCES: Mapping[str, Callable[[PairLoss, Tensor], Tensor]] = {
     "js_divergence": lambda loss, ratio: math.log(2) + F.logsigmoid(ratio),
     "alpha_divergence": _alpha_divergence,
 }
-"""TRL's names of f-divergences (arXiv:2309.16240) to their derivatives at exp(log-ratio)."""
+"""Derivatives of TRL's f-divergences (arXiv:2309.16240) at exp(log-ratio), by name."""
 
 
 def pair_log_probs(model: Any, inputs: Mapping[str, Any], tail_weight: float | None = None) -> Tensor:
@@ -254,7 +254,7 @@ def pair_log_probs(model: Any, inputs: Mapping[str, Any], tail_weight: float | N
     for side in SIDES:
         labels = inputs[f"{side}_labels"]
         named = {name: inputs[f"{side}_{name}"] for name in ("input_ids", "attention_mask")}
-        logits = model(**named, use_cache=False).logits[:, -labels.shape[1] :]  # a soft prompt stands before a row
+        logits = model(**named, use_cache=False).logits[:, -labels.shape[1] :]  # a soft prompt precedes a row
         log_prob_BT, is_target_BT = token_log_probs(logits, labels)
         if tail_weight is not None:
             is_tail_BT = is_target_BT.cumsum(1) > counts_B2.amin(1, keepdim=True)

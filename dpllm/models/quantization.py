@@ -1,8 +1,8 @@
-"""Quantised bases: frozen weights that bitsandbytes stores in 4 or 8 bits, and those that came quantised.
+"""Handle quantised bases: frozen weights that bitsandbytes stores in 4 or 8 bits, and weights quantised before.
 
-Place in the flow: beside `dpllm.models.load`, which asks for the library's configuration, and below the run, which
-makes a model ready before it is hooked. LoRA on top of such weights is QLoRA (Dettmers et al. 2023, arXiv:2305.14314):
-per-unit norms need the adapters' inputs and output gradients only, and these pass through the frozen layers row by row.
+`dpllm.models.load` takes the library's configuration from here, and the run makes a model ready before it is hooked.
+LoRA on top of such weights is QLoRA (Dettmers et al. 2023, arXiv:2305.14314): per-unit norms need only the adapters'
+inputs and output gradients, which pass through the frozen layers row by row.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from dpllm.config.values import ConfigError
 from dpllm.ghost.refusals import is_packed
 
 BASE_STORED_AS = "frozen weights are stored as"
-"""The ledger's fact of that name: the stored form of a quantised base."""
+"""Name of the ledger's fact: the stored form of a quantised base."""
 
 _WITHOUT_DATA = {
     *("bitsandbytes", "hqq", "eetq", "quanto", "torchao", "higgs", "gguf", "bitnet", "metal", "sinq", "gemma"),
     *("fp8", "fbgemm_fp8", "mxfp8", "mxfp4"),
 }
-"""Methods of transformers (`QuantizationMethod`) that read weights only; all others may be calibrated with text."""
+"""Methods of transformers (`QuantizationMethod`) that read only weights; all others may be calibrated with text."""
 
 
 def config_for(quantization: Any, dtype: torch.dtype, heads: list[str] | None = None) -> BitsAndBytesConfig:
     """Return the library's configuration of ``model.quantization``.
 
     Args:
-        quantization: value of the recipe.
-        dtype: in which matrices are multiplied after they were restored.
-        heads: modules that stay as they are. None: the output layer, as transformers chooses it.
+        quantization: value in the recipe.
+        dtype: dtype in which restored matrices are multiplied.
+        heads: modules that are not quantised. None: the output layer, as transformers chooses it.
 
     Raises:
         ConfigError: bitsandbytes is not installed.
@@ -57,15 +57,15 @@ def config_for(quantization: Any, dtype: torch.dtype, heads: list[str] | None = 
 
 
 def make_ready(model: nn.Module) -> None:
-    """Have quantised layers in the form in which they stay during a run; other models are left alone.
+    """Bring quantised layers into the form that they keep during a run; other models are not changed.
 
     At its first call a layer of bitsandbytes moves its scales (8 bits) or converts its bias (4 bits). On some
     processors it rewrites 4-bit weights at the first call without gradients, into a layout that has no backward pass.
-    Each would look like a frozen weight that changed. The first two are done here, and the third is switched off by
-    the layer's own flag.
+    Each would look like a frozen weight that changed. The first two are done here, and the layer's own flag disables
+    the third.
 
     Args:
-        model: before it is hooked.
+        model: model before it is hooked.
 
     Raises:
         ConfigError: a layer already has the layout without a backward pass.
@@ -73,12 +73,12 @@ def make_ready(model: nn.Module) -> None:
     module: Any
     for path, module in model.named_modules():
         weight: Any = getattr(module, "weight", None)
-        if hasattr(module, "support_avx512bf16_for_cpu"):  # not the layers of PEFT, which have the same class names
+        if hasattr(module, "support_avx512bf16_for_cpu"):  # not PEFT's layers, which have the same class names
             if getattr(getattr(weight, "quant_state", None), "packing_format_for_cpu", False):
                 raise ConfigError(
-                    f"{path} was used for prediction on this CPU: bitsandbytes has rewritten its weights into a layout "
-                    "through which no gradient passes. Load the model again, and evaluate it after it was given to the "
-                    "run"
+                    f"{path} was used for prediction on this CPU, so bitsandbytes has rewritten its weights into a "
+                    "layout through which no gradient passes. Load the model again, and evaluate it only after it was "
+                    "given to the run"
                 )
             module.support_avx512bf16_for_cpu = False
             bias, computed = getattr(module, "bias", None), getattr(module, "compute_dtype", None)
@@ -89,20 +89,20 @@ def make_ready(model: nn.Module) -> None:
 
 
 def refuse_other_form(model: nn.Module, quantization: Any) -> None:
-    """Make sure that a loaded model has the form that a recipe names: transformers keeps the form of the files.
+    """Check that a loaded model has the form that a recipe names, since transformers keeps the form of the files.
 
     Args:
-        model: as loaded.
-        quantization: value of the recipe.
+        model: the loaded model.
+        quantization: value in the recipe.
 
     Raises:
-        ConfigError: its files were quantised in another way before.
+        ConfigError: its files were already quantised in a different way.
     """
     wanted, found = Quantization.of(quantization), stored_as(model)
     if found != wanted.words:
         raise ConfigError(
-            f"quantization={wanted.kind} asks for {wanted.words}, and the files of the model are quantised already: "
-            f"{found}. Leave quantization out, or name the model that was not quantised"
+            f"quantization={wanted.kind} asks for {wanted.words}, but the model's files are already quantised: "
+            f"{found}. Leave quantization out, or name the unquantised model"
         )
 
 
@@ -124,7 +124,7 @@ def calibration_points(model: nn.Module) -> list[str]:
     """Return the open point of a base whose quantisation may have been calibrated with text; an empty list otherwise.
 
     GPTQ, AWQ and similar methods choose the stored weights by the activations of sample texts. If these were private
-    records, the frozen weights hold something of them, and no ε covers that.
+    records, the frozen weights contain information about them, which ε does not cover.
     """
     config = _quantization_of(model)
     method = _word(config.get("quant_method")) if config else ""
@@ -134,16 +134,16 @@ def calibration_points(model: nn.Module) -> list[str]:
     told = f" (its configuration names {_shown(data)})" if data else ""
     return [
         f"The frozen weights were quantised by {method}, which is usually calibrated with sample texts{told}. If those "
-        "were private records, the weights hold something of them that epsilon does not cover: confirm that the "
-        "calibration data are public, or start from weights that were not calibrated (model.quantization: nf4)."
+        "were private records, the weights hold information about them that epsilon does not cover: confirm that the "
+        "calibration data are public, or start from uncalibrated weights (model.quantization: nf4)."
     ]
 
 
 def refuse_sharding(model: nn.Module | None, args: Any) -> None:
-    """Make sure that quantised weights are not to be sharded over processes, before anything is prepared.
+    """Check that quantised weights will not be sharded over processes, before anything is prepared.
 
     Args:
-        model: to train. None: it is known to be quantised.
+        model: model to train. None: it is known to be quantised.
         args: ``TrainingArguments``.
 
     Raises:
@@ -153,14 +153,14 @@ def refuse_sharding(model: nn.Module | None, args: Any) -> None:
     if shards is None or (model is not None and not any(is_packed(p) for p in model.parameters())):
         return
     raise ConfigError(
-        f"the model is quantised, and private sums were not verified for {shards} with such weights. Launch without "
-        "sharding (dpllm train --config single or ddp), where a quantised model needs little memory; or leave "
-        "the quantization out"
+        f"the model is quantised, and private sums of quantised weights were not verified under {shards}. Launch "
+        "without sharding (dpllm train --config single or ddp), where a quantised model needs little memory, or "
+        "leave quantization out"
     )
 
 
 def sharding_of(args: Any) -> str | None:
-    """Return the sharding that ``TrainingArguments`` or the launch ask for: "FSDP", "DeepSpeed" or None."""
+    """Return the sharding that ``TrainingArguments`` or the launch request: "FSDP", "DeepSpeed" or None."""
     if getattr(args, "deepspeed_plugin", None) is not None:
         return "DeepSpeed"
     by_launch = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"

@@ -1,9 +1,8 @@
-"""The weights as a private run left them: a later save, and a later run in this process, can recognise them.
+"""Record the weights that a private run left, so that a later save or run in this process recognises them.
 
-Place in the flow: after the last step, whether the run ended, failed or was abandoned. A report describes the weights
-at the end of the run. Users may change them afterwards. The guarantee covers a change that depends only on the releases
-of the run, so a save of other weights is an open point. A run that begins at a copy of these weights begins at an
-earlier run's release.
+A run may have ended, failed or been abandoned. A report describes the weights at the end of the run. Users may change
+them afterwards. The guarantee covers a change that depends only on the releases of the run, so a save of changed
+weights is an open point. A run that starts from a copy of these weights starts from an earlier run's release.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from dpllm.privacy.run_folder import RunName
 
 _FEWEST = 16  # entries of a tensor that can be recognised: shorter ones may be equal by chance
 _RUNS: list[RunWeights] = []
-"""The runs of this process that took a step or left other weights.
+"""Runs of this process that took a step or left changed weights.
 
-Neither a run nor its model can own this list: a later model, which no run has seen, may hold a copy of weights whose
-model and run are gone.
+Neither a run nor its model can own this list: a later model, which no run has seen, may contain a copy of weights whose
+model and run no longer exist.
 """
 
 
@@ -44,7 +43,7 @@ def _sums_of_modules(modules: Sequence[nn.Module]) -> list[int]:
 
 
 def _is_whole(module: nn.Module) -> bool:
-    """Whether a module directly holds parameters, all of them unsharded."""
+    """Return whether a module directly holds parameters, all of them unsharded."""
     own = list(module.parameters(recurse=False))
     return bool(own) and not any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in own)
 
@@ -56,7 +55,7 @@ def _whole(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn.Param
 
 
 def _is_sharded(model: nn.Module) -> bool:
-    """Whether an engine alternates between shards and whole tensors in place of the parameters."""
+    """Return whether an engine alternates between shards and whole tensors instead of the parameters."""
     return any(isinstance(module, FSDPModule) for module in model.modules()) or any(
         isinstance(p, DTensor) or hasattr(p, "ds_id") for p in model.parameters()
     )
@@ -71,7 +70,7 @@ class RunWeights:
     Args:
         model: the module inside its engine's wrapper.
         run: the run that trains the weights; None: it has no folder.
-        is_written: returns whether a trained parameter now differs from the last update; its owner is not kept alive.
+        is_written: returns whether a trained parameter has changed since the last update; its owner is not kept alive.
 
     >>> model = nn.Linear(8, 8)
     >>> weights = RunWeights(model, None)
@@ -98,7 +97,7 @@ class RunWeights:
         """Recognise the weights from now on, however the run ends; called before its first step.
 
         Args:
-            begins: whether the weights are still those at the start of the run: another run may start from them, too.
+            begins: whether these are still the weights from the run's start, from which another run may start, too.
         """
         model = self._model()
         if model is None or self.run is None:
@@ -117,13 +116,13 @@ class RunWeights:
             _RUNS.append(self)
 
     def leave(self) -> None:
-        """Recognise the current weights as left by this run, beside those of its end."""
+        """Recognise the current weights as left by this run, in addition to those of its end."""
         model = self._model()
         if model is not None:
             self._leave(model)
 
     def end(self) -> None:
-        """Record the weights at the end of the run; those that it trained are recognised in this process."""
+        """Record the weights at the end of the run; this process then recognises the trained ones."""
         model = self._model()
         if self._ended is None and model is not None:
             self._ended = self._leave(model)
@@ -141,14 +140,14 @@ class RunWeights:
         return sums
 
     def left(self) -> set[tuple[tuple[int, ...], int]]:
-        """Return shape and checksum of the tensors that the run left, or has trained so far where it has not ended."""
+        """Return shape and checksum of the tensors that the run left, or, if it has not ended, has trained so far."""
         if self._ended is None:
             self.leave()
         return self._left
 
     @property
     def model(self) -> nn.Module | None:
-        """The model; None: it is gone."""
+        """The model; None: it no longer exists."""
         return self._model()
 
     def changed(self, model: nn.Module) -> list[str]:
@@ -164,13 +163,13 @@ class RunWeights:
 
     @property
     def is_written(self) -> bool:
-        """Whether the run has not ended and a trained parameter differs from its last update; waits for the device."""
+        """Return whether the run has not ended and a trained parameter changed since its last update; reads devices."""
         method = None if self._is_written is None or self._ended is not None else self._is_written()
         return method is not None and method()
 
 
 def _runs_of(module: nn.Module, part: str) -> list[RunWeights]:
-    """Return the runs with a module in one of their parts, ``_trained`` or ``_frozen``, from the first one on."""
+    """Return the runs with a module in one of their parts, ``_trained`` or ``_frozen``, in order."""
     return [weights for weights in _RUNS if module in getattr(weights, part)]
 
 
@@ -180,7 +179,7 @@ def runs_that_trained(model: nn.Module, own: RunName | None) -> list[Path]:
     Modules whose weights are those from which the first such run started do not count.
 
     Args:
-        model: with its adapters.
+        model: model with its adapters.
         own: the run that begins or continues.
     """
     trained = {module: runs for module in model.modules() if (runs := _runs_of(module, "_trained"))}
@@ -191,10 +190,10 @@ def runs_that_trained(model: nn.Module, own: RunName | None) -> list[Path]:
 
 
 def runs_below(model: nn.Module, own: RunName | None) -> list[Path]:
-    """Return the folders of other runs of this process that trained on top of modules whose weights changed since.
+    """Return the folders of other runs of this process that trained on top of modules that changed afterwards.
 
     Args:
-        model: with its adapters.
+        model: model with its adapters.
         own: the run that begins or continues.
     """
     first = {module: runs[0] for module in model.modules() if (runs := _runs_of(module, "_frozen"))}
@@ -205,10 +204,10 @@ def runs_below(model: nn.Module, own: RunName | None) -> list[Path]:
 
 
 def earlier_run(model: Any, own: RunName | None) -> Path | None:
-    """Return the folder of an earlier run of this process whose trained weights a model holds, or None.
+    """Return the folder of an earlier run of this process whose trained weights a model contains, or None.
 
     Args:
-        model: with its adapters; sharded parameters are skipped.
+        model: model with its adapters; sharded parameters are skipped.
         own: the run that begins or continues; its weights do not count as an earlier run's.
     """
     left = {key: one.run for one in _RUNS if one.run != own for key in one.left()}
@@ -220,7 +219,7 @@ def earlier_run(model: Any, own: RunName | None) -> Path | None:
 
 
 def sums_of_trained(model: nn.Module | None) -> dict[str, tuple[str, int]]:
-    """Return dtype and checksum of each trainable parameter, for the state beside saved weights; nothing if sharded.
+    """Return dtype and checksum of each trainable parameter, for the run state of a checkpoint; empty if sharded.
 
     Args:
         model: the module inside its engine's wrapper; None: no model is attached.
@@ -232,12 +231,12 @@ def sums_of_trained(model: nn.Module | None) -> dict[str, tuple[str, int]]:
 
 
 def refuse_other_weights(model: nn.Module | None, saved: Mapping[str, Any], processes: Processes) -> None:
-    """Make sure that loaded weights are those that a state was saved with. Called by all processes together.
+    """Check that loaded weights are those with which a state was saved. Called by all processes together.
 
     Args:
-        model: as for `sums_of_trained`, with the weights that were loaded.
+        model: as for `sums_of_trained`, with the loaded weights.
         saved: `sums_of_trained` when they were saved; parameters whose dtype has changed are skipped.
-        processes: of the run.
+        processes: processes of the run.
 
     Raises:
         LedgerError: they differ; raised on every process.
@@ -249,33 +248,33 @@ def refuse_other_weights(model: nn.Module | None, saved: Mapping[str, Any], proc
     other = sorted({name for names in processes.gather(here) for name in names})
     if other:
         raise LedgerError(
-            f"{other[0]} is not as it was when this checkpoint was saved ({len(other)} parameter(s) differ): its "
-            "weights were replaced, or the state of the run was loaded without them. Load the whole checkpoint "
-            "(accelerator.load_state), with the files that it was saved with"
+            f"{other[0]} has changed since this checkpoint was saved ({len(other)} parameter(s) differ): its "
+            "weights were replaced, or the run state was loaded without them. Load the whole checkpoint "
+            "(accelerator.load_state) with the files that belong to it"
         )
 
 
 def note_changes(weights: RunWeights | None, model: nn.Module | None, ledger: Any, processes: Processes) -> None:
-    """Append an open point if the weights to be saved are not those of the run. Called by all processes together.
+    """Append an open point if the weights to be saved differ from the run's. Called by all processes together.
 
     Args:
-        weights: of the run; None: no model was attached.
-        model: the model that is about to be saved; None: it is gone.
-        ledger: of the run.
-        processes: of the run.
+        weights: weights of the run; None: no model was attached.
+        model: the model that is about to be saved; None: it no longer exists.
+        ledger: ledger of the run.
+        processes: processes of the run.
     """
     if processes.any(weights is not None and weights.is_written) and ledger is not None:
         ledger.append_open_point(
-            "Weights were saved in the middle of the training with other values than its last update had left. The "
-            "guarantee covers that only where the change depends on nothing but what the run released (an average of "
-            "its weights, for instance): confirm it, or take these files out of what is released."
+            "Weights were saved in the middle of the training with values that differ from those after its last "
+            "update. The guarantee covers that only where the change depends on nothing but what the run released (an "
+            "average of its weights, for instance): confirm it, or do not release these files."
         )
     here = [] if weights is None or model is None else weights.changed(model)
     changed = sorted({n for names in processes.gather(here) for n in names})
     if changed and ledger is not None:
         more = f" and {len(changed) - 1} other parameter(s)" if len(changed) > 1 else ""
         ledger.append_open_point(
-            f"{changed[0]}{more} changed after the end of the private training and before they were saved. The "
+            f"{changed[0]}{more} changed after the end of the private training and before the save. The "
             "guarantee covers that only where the change depends on nothing but what the run released: confirm it, or "
-            "save the weights as the run left them."
+            "save the weights unchanged."
         )

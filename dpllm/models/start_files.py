@@ -1,9 +1,8 @@
-"""The files of a run's starting weights, named by their hash, so that other weights in their place are noticed later.
+"""Identify the files of a run's starting weights by hash, so that changed weights are noticed later.
 
-Place in the flow: `dpllm train` writes the hash into the ledger when a run begins; a resume, `dpllm merge` and
-`dpllm generate`, which add an adapter to these weights again, compare it. Every byte is read: about a second for a
-gigabyte on one thread, and files are read in parallel. The model was loaded just before, so they usually come from
-memory.
+`dpllm train` writes the hash into the ledger when a run begins; a resume, `dpllm merge` and `dpllm generate`, which add
+an adapter to these weights again, compare it. Every byte is read: about a second for a gigabyte on one thread, and
+files are read in parallel. The model was loaded just before, so they usually come from memory.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from dpllm.config import ConfigError
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 
 START_FILES = "files of the starting weights"
-"""The ledger's fact of this name."""
+"""Name of the ledger's fact."""
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _MAX_THREADS = 8
 _OF_TRAINING = (
@@ -31,7 +30,7 @@ _OF_TRAINING = (
     *("recipe_state.pt", "epoch=*.ckpt", "last.ckpt", "lightning_logs", "hparams.yaml", "wandb/*run-*"),
     *("events.out.tfevents*", "runs/*/events.out.tfevents*"),
 )
-"""Files that training leaves beside weights: transformers and its examples, accelerate, DeepSpeed, Lightning."""
+"""Files that training leaves next to weights: transformers and its examples, accelerate, DeepSpeed, Lightning."""
 _OF_CHECKPOINTS = ("*/trainer_state.json", "*/optimizer.pt", "*/optimizer.bin", "*/global_step*")
 _CHECKPOINT = re.compile(r"(checkpoint|global_step|epoch)[-_]?\d+")  # the name of a folder
 _CARD = re.compile(r"^\s*-\s*generated_from_trainer\s*$", re.MULTILINE)  # a tag in the Trainer's model card
@@ -41,7 +40,7 @@ def start_files(name: str) -> str | None:
     """Return number, bytes and hash of the files of a model's weights; None if they are not on this machine.
 
     Args:
-        name: a folder, or a name on the Hub, whose cache is looked at.
+        name: a folder, or a name on the Hub, which is looked up in the cache.
 
     Raises:
         ConfigError: a file cannot be read.
@@ -76,16 +75,16 @@ def local_folders(name: str) -> list[Path]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files of a model's weights: of the first kind that is there, which transformers loads."""
+    """Return the files of a model's weights: of the first kind that exists, which transformers loads."""
     kinds = [sorted(folder.glob(pattern)) for pattern in _WEIGHTS]
     return next((found for found in kinds if found), [])
 
 
 def trace_of_training(folder: Path) -> str | None:
-    """Return a file or folder that a training left beside weights, in checkpoints below them or beside their folder.
+    """Return a file or folder that a training left with the weights, in checkpoints below them or next to their folder.
 
     Args:
-        folder: with the weights.
+        folder: folder with the weights.
     """
     found = [path for pattern in (*_OF_TRAINING, *_OF_CHECKPOINTS) for path in sorted(folder.glob(pattern))]
     if found:
@@ -95,42 +94,42 @@ def trace_of_training(folder: Path) -> str | None:
         return "README.md with the tag generated_from_trainer"
     place = folder.resolve()
     if _CHECKPOINT.fullmatch(place.name):
-        return f"the name {place.name}"
+        return f"the folder name {place.name}"
     beside = [] if place.parent == Path.cwd() else sorted(place.parent.glob(_OF_CHECKPOINTS[0]))
-    older = (path for path in beside if path.stat().st_mtime <= place.stat().st_mtime)  # it was saved at the end
-    return next((f"{path.parent.name} beside it" for path in older if _CHECKPOINT.fullmatch(path.parent.name)), None)
+    older = (path for path in beside if path.stat().st_mtime <= place.stat().st_mtime)  # the model was saved last
+    return next((f"a {path.parent.name} next to it" for path in older if _CHECKPOINT.fullmatch(path.parent.name)), None)
 
 
 def refuse_other_start(ledger: Path, name: str) -> None:
-    """Make sure that a run which goes on has the starting weights with which it began.
+    """Check that a continued run has the starting weights with which it began.
 
     Args:
-        ledger: of the run.
-        name: of the weights, as for `start_files`.
+        ledger: ledger of the run.
+        name: name of the weights, as for `start_files`.
 
     Raises:
-        ConfigError: their files are others than those that the ledger names.
+        ConfigError: their files differ from those that the ledger names.
     """
     noted = read_ledger(ledger).notes.facts.get(START_FILES)
     now = start_files(name) if noted else None
     if noted and now is not None and now != noted[0]:
         raise ConfigError(
             f"the files of the starting weights {name} have changed since the run in {ledger.parent} began (then "
-            f"{noted[0]}, now {now}): its adapter belongs to the weights from before, and the guarantee does not cover "
-            "others. Restore them"
+            f"{noted[0]}, now {now}). Its adapter belongs to the earlier weights, and the guarantee does not cover "
+            "others: restore them"
         )
 
 
 def refuse_other_base(folder: Path) -> None:
-    """Make sure that the adapter in a folder is added to the starting weights that it was trained on.
+    """Check that the adapter in a folder is added to the starting weights on which it was trained.
 
     Weights that the run itself trained on public text are named by its ledger, and are checked with its other files.
 
     Args:
-        folder: of a run, of a checkpoint or of a copy, with its ledger.
+        folder: folder of a run, of a checkpoint or of a copy, with its ledger.
 
     Raises:
-        ConfigError: as `refuse_other_start`.
+        ConfigError: see `refuse_other_start`.
         ValueError: the adapter's configuration cannot be read.
     """
     configuration, ledger = folder / "adapter_config.json", folder / LEDGER_FILE
@@ -144,7 +143,7 @@ def refuse_other_base(folder: Path) -> None:
 def _in_the_cache(name: str) -> str | None:
     try:
         cached = try_to_load_from_cache(name, "config.json")
-    except ValueError:  # no name of the Hub, but a folder that is gone
+    except ValueError:  # not a Hub name, but a folder that no longer exists
         return None
     return cached if isinstance(cached, str) else None
 

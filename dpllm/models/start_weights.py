@@ -1,10 +1,10 @@
-"""Samples of starting weights: compared with the files that a model was loaded from, and until the first private step.
+"""Sample starting weights: compare them with the files from which a model was loaded, and until the first private step.
 
-Place in the flow: in the constructor of a Trainer, when `train` begins, and when a run attaches a model. ε covers
-private steps only. A model that was trained, merged or edited before holds other weights than its files.
+The constructor of a Trainer does this, `train` when it begins, and a run when it attaches a model. ε covers
+private steps only. A model that was trained, merged or edited before differs from its files.
 
-A sample has at most 64 entries of each tensor in a file, so that a model of 7 billion parameters costs the pages of
-20,000 entries. Until the first step it has one entry of each row, so that a few rows of an embedding are noticed.
+A sample has at most 64 entries of each tensor in a file, so a model of 7 billion parameters costs the pages of
+20,000 entries. Until the first step it has one entry of each row, so that changes of a few embedding rows are noticed.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _ROWS, _FLAT = 1 << 18, 1 << 16  # entries of a tensor with rows, and of a flat 
 _COMPARED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _STORED = ("F64", "F32", "BF16", "F16")
 _WRAPPERS = re.compile(r"\b(base_layer|original_module|_orig_mod|_checkpoint_wrapped_module|module)\.")
-_KEEPS_BASE = ("gaussian", "eva", "orthogonal")  # initialisations of LoRA; the others in words change the base model
-_RELATED = 0.5  # mean correlation with the files; of weights that were trained from them, or of a part, it is near 1
+_KEEPS_BASE = ("gaussian", "eva", "orthogonal")  # named LoRA initialisations that do not change the base model
+_RELATED = 0.5  # mean correlation with the files; for weights trained from them, or a part of them, it is near 1
 _Read = Callable[[str], Tensor]
 
 
 class WeightSample:
     """Entries of all parameters and saved buffers at one moment: one of each row, on this process.
 
-    Dtype and device may change afterwards. Tensors that are divided over processes later are not compared.
+    Dtype and device may change afterwards. Tensors that are later sharded over processes are not compared.
 
     Args:
-        model: the model, or what an engine has made of it.
+        model: the model, possibly prepared by an engine.
 
     >>> model = nn.Linear(8, 3)
     >>> sample = WeightSample(model)
@@ -58,10 +58,10 @@ class WeightSample:
         self._shapes, self._entries = _sample(model)
 
     def changed(self, model: nn.Module) -> list[str]:
-        """Return the names of the tensors with other values now; waits for the devices.
+        """Return the names of the tensors whose values have changed; waits for the devices.
 
         Args:
-            model: the model of the sample, or another one in its place.
+            model: the model of the sample, or one that replaced it.
         """
         shapes, entries = _sample(model)
         same = [key for key, shape in shapes.items() if self._shapes.get(key) == shape]
@@ -69,14 +69,14 @@ class WeightSample:
 
 
 def edited_weights(model: Any) -> list[tuple[str, list[str]]]:
-    """Return the parameters that differ from the files that their model was loaded from, with the name of the model.
+    """Return the parameters that differ from the files from which their model was loaded, with the model's name.
 
-    Only files on this machine are read. What cannot be matched is not compared: new heads and tokens, sharded or
+    Only files on this machine are read. Unmatched tensors are not compared: new heads and tokens, sharded or
     quantised tensors, parts that transformers merges when it loads them. A model without a name has no files. A model
-    that was made from a configuration only has the name of its files and weights that resemble none of them.
+    that was only made from a configuration has the name of its files, but weights that resemble none of them.
 
     Args:
-        model: with its adapters, which have files of their own.
+        model: model with its adapters, which have their own files.
     """
     if not isinstance(model, nn.Module):
         return []
@@ -86,16 +86,16 @@ def edited_weights(model: Any) -> list[tuple[str, list[str]]]:
     found = []
     for name, part in loaded_parts(model):
         several = [_edited(part, folder, has_base) for folder in local_folders(name)]
-        if names := min(several, key=len, default=[]):  # which revision was loaded is not known
+        if names := min(several, key=len, default=[]):  # which revision was loaded is unknown
             found.append((name, names))
     return found
 
 
 def new_heads(model: Any) -> list[str]:
-    """Return the weights of heads and poolers that a model's files lack, so that each load makes other ones.
+    """Return the weights of heads and poolers that a model's files lack, so that each load initialises them anew.
 
     Args:
-        model: with its adapters. Without files on this machine it has none.
+        model: model with its adapters. Without files on this machine, the result is empty.
     """
     found = []
     for name, part in loaded_parts(model):
@@ -112,7 +112,7 @@ def new_heads(model: Any) -> list[str]:
 
 
 def loaded_parts(model: nn.Module) -> Iterator[tuple[str, PreTrainedModel]]:
-    """Yield the outermost models of transformers in a module that have a name, each with it."""
+    """Yield the outermost transformers models in a module that have a name, each with it."""
     name = getattr(model.config, "_name_or_path", None) if isinstance(model, PreTrainedModel) else None
     if isinstance(model, PreTrainedModel) and isinstance(name, str) and name:
         yield name, model
@@ -122,7 +122,7 @@ def loaded_parts(model: nn.Module) -> Iterator[tuple[str, PreTrainedModel]]:
 
 
 def _edited(model: PreTrainedModel, folder: Path, has_base: bool) -> list[str]:
-    """Return the names of the parameters with other values than in the files of a folder."""
+    """Return the names of the parameters whose values differ from the files of a folder."""
     parameters = _whole_parameters(model, has_base)
     embeddings = {id(getattr(one, "weight", None)) for one in _embeddings(model)}
     pairs: dict[str, tuple[Tensor, list[Tensor]]] = {}
@@ -136,7 +136,7 @@ def _edited(model: PreTrainedModel, folder: Path, has_base: bool) -> list[str]:
                 index = _index(entries, min(entries, _FROM_FILE))
                 pairs[names[0]] = _taken(parameter, index), [_taken(one, index) for one in stored]
     ours = _on_cpu({name: mine for name, (mine, _) in pairs.items()})
-    for names, parameter in parameters:  # transformers may set the row of the padding token to 0 when it loads a model
+    for names, parameter in parameters:  # transformers may set the padding token's row to 0 when it loads a model
         if id(parameter) in embeddings and names[0] in pairs:
             mine, stored = ours[names[0]], pairs[names[0]][1]
             pairs[names[0]] = mine, [torch.where(mine == 0, mine.to(one.dtype), one) for one in stored]
@@ -178,13 +178,13 @@ def _places(
 ) -> defaultdict[str, list[tuple[_Read, str]]]:
     """Return where the files of a folder have each parameter, by its name in the model: readers, and keys for them."""
     found: defaultdict[str, list[tuple[_Read, str]]] = defaultdict(list)
-    # Copied: a conversion notes that it was used.
+    # Copied, since a conversion records that it was used.
     conversions = copy.deepcopy(list(getattr(model, "_weight_conversions", None) or ()))
     conversions.sort(key=lambda one: hasattr(one, "operations"))  # names first, as in transformers
     for file in weight_files(folder):
         try:
             read, keys = _opened(file, opened)
-        except Exception:  # any, of damaged files, and of formats that are not mapped into memory: nothing is compared
+        except Exception:  # any: damaged files, or formats that cannot be mapped into memory; nothing is compared
             continue
         for key in keys:
             name: str | None = key
@@ -213,7 +213,7 @@ def _opened(file: Path, opened: contextlib.ExitStack) -> tuple[_Read, list[str]]
 
 
 def _is_same(before: Tensor, now: Tensor) -> bool:
-    """Return whether values are those of before, which may have been cast, also to half precision and back."""
+    """Return whether values equal the earlier ones, which may have been cast, even to half precision and back."""
     casts = (before, before.to(torch.bfloat16), before.to(torch.float16))
     return any(bool(((one.to(now.dtype) == now) | (one.isnan() & now.isnan())).all()) for one in casts)
 
@@ -230,7 +230,7 @@ def _is_related(pairs: list[tuple[Tensor, Tensor]]) -> bool:
 
 
 def _sample(model: nn.Module) -> tuple[dict[tuple[str, int], torch.Size], dict[tuple[str, int], Tensor]]:
-    """Return the shape of each piece of this process, and entries of it on the CPU."""
+    """Return the shape of each piece on this process, and entries of it on the CPU."""
     buffers = (
         (f"{path}.{name}".removeprefix("."), buffer)
         for path, module in model.named_modules()
@@ -249,7 +249,7 @@ def _sample(model: nn.Module) -> tuple[dict[tuple[str, int], torch.Size], dict[t
 
 
 def _index(size: int, count: int) -> Tensor:
-    """Return (count,) evenly spaced places in a flattened tensor; of a matrix they are in changing columns."""
+    """Return (count,) evenly spaced places in a flattened tensor; in a matrix they fall in changing columns."""
     numbers, step = torch.arange(count), size // count
     return numbers * step + numbers * 7919 % step
 

@@ -1,9 +1,9 @@
-"""Checks for dependence on private rows without noise: the start of a run, and the schedules that steer it.
+"""Check for dependence on private rows without noise: at the start of a run, and in the schedules that steer it.
 
-Place in the flow: before the run. ε covers the noisy gradients. It does not cover an adapter that was initialised from
-activations of the private rows, starting weights of an earlier private run on the same data, or a schedule that follows
-exact losses of private rows. Each is refused here, unless the user declares that it is independent of the private data.
-Public text that contains private records is refused by `dpllm.data.shared_records`.
+ε covers the noisy gradients. It does not cover an adapter that was initialised from activations of the private rows,
+starting weights of an earlier private run on the same data, or a schedule that follows exact losses of private rows.
+Each is refused here, unless the user declares that it is independent of the private data. `dpllm.data.shared_records`
+refuses public text that contains private records.
 """
 
 from __future__ import annotations
@@ -50,26 +50,26 @@ _COPIES = {
     "ln_tuning_layers": "base_layer",
     "trainable_tokens_delta": "trainable_tokens_original",
 }
-"""Parts of PEFT's layers that a new adapter copies, and what they are copied from."""
+"""Parts of PEFT's layers that a new adapter copies, with their sources."""
 _FOLLOWING = ("reduce_lr_on_plateau", "greedy")  # names of schedules that receive evaluation results
 _GUARANTEE = re.compile(r"^\W*differential_privacy\b", re.MULTILINE)  # the key of a card's guarantee
 _DETACHED = "between detach() and attach()"
 _EARLIER = "in an earlier train() of this trainer"
 _DECLARE = (
-    "If the weights hold nothing of these records (public data, or a private run on data without any of these units), "
-    "declare start_is_independent=True (in a recipe model.start_is_independent: true); the report says so"
+    "If the weights are independent of these records (public data, or a private run on data without any of these "
+    "units), declare start_is_independent=True (in a recipe model.start_is_independent: true); the report states it"
 )
 
 
 def refuse_steering(
     args: TrainingArguments, callbacks: Iterable[TrainerCallback], scheduler: Any, eval_is_public: bool
 ) -> None:
-    """Make sure that no schedule and no choice of a checkpoint follows evaluation on private rows.
+    """Check that no schedule and no choice of a checkpoint follows evaluation on private rows.
 
     Args:
-        args: of the training.
-        callbacks: all that the Trainer calls.
-        scheduler: of the learning rate, where it was given as an object.
+        args: arguments of the training.
+        callbacks: all callbacks of the Trainer.
+        scheduler: scheduler of the learning rate, if it was passed as an object.
         eval_is_public: whether the evaluation rows are declared public; then nothing is refused.
 
     Raises:
@@ -89,7 +89,7 @@ def refuse_steering(
     found += [type(callback).__name__ for callback in callbacks if isinstance(callback, EarlyStoppingCallback)]
     if found:
         raise ConfigError(
-            f"{found[0]} follows exact evaluation results: on private rows, epsilon would not cover its decisions. "
+            f"{found[0]} follows exact evaluation results, and on private rows epsilon would not cover its decisions. "
             "Leave it out, or evaluate on public rows and declare eval_is_public=True (in a recipe "
             "data.eval.public: true)"
         )
@@ -102,13 +102,13 @@ def check_start(
     optimizer: Any = None,
     changed: Sequence[str] = (),
 ) -> list[str]:
-    """Make sure that the starting weights are independent of the private rows, as far as can be detected.
+    """Check that the starting weights are independent of the private rows, as far as can be detected.
 
     Args:
-        model: with its adapters.
-        own_folder: that of the run itself: its ledger counts all earlier steps.
+        model: model with its adapters.
+        own_folder: folder of the run itself, whose ledger counts all earlier steps.
         start_is_independent: the declaration that the weights are independent of these rows.
-        optimizer: that of a run without steps, so it must have no state; None: not checked.
+        optimizer: optimizer of a run without steps, so it must have no state; None: not checked.
         changed: parameters that changed after the run detached the model, to which it now attaches again.
 
     Returns:
@@ -130,12 +130,12 @@ def check_start(
 
 
 def refuse_changed_start(changed: Sequence[str], when: str, start_is_independent: bool) -> list[str]:
-    """Make sure that nothing but private steps has written to weights since a moment, or that it is declared.
+    """Check that nothing but private steps has written to weights since a given moment, or that it is declared.
 
     Args:
-        changed: names of the tensors that were written.
-        when: the time in between, for the message.
-        start_is_independent: the declaration that what was written is independent of these rows.
+        changed: names of the written tensors.
+        when: the period, for the message.
+        start_is_independent: the declaration that the change is independent of these rows.
 
     Returns:
         Open points for the report: the declared change.
@@ -150,30 +150,30 @@ def refuse_changed_start(changed: Sequence[str], when: str, start_is_independent
 
 
 def edited_start(model: Any, start_is_independent: bool) -> list[str]:
-    """Return open points for weights that differ from the files that they were loaded from, unless declared.
+    """Return open points for weights that differ from the files from which they were loaded, unless declared.
 
     Args:
-        model: before its first private step, with its adapters (`dpllm.models.start_weights.edited_weights`).
+        model: model before its first private step, with its adapters (see `edited_weights` in start_weights).
         start_is_independent: the declaration that the weights are independent of the private rows.
     """
     return [
         f"{_several(names)} of the starting weights differ from the files of {_without_place(name)}, from which the "
-        "model was loaded. It was trained, merged or edited before this run, and ε does not cover that. Confirm that "
-        "none of these records had a part in it. For the next run, load the model again, or declare "
+        "model was loaded: it was trained, merged or edited before this run, which ε does not cover. Confirm that "
+        "none of these records was involved. For the next run, load the model again, or declare "
         "start_is_independent=True (in a recipe model.start_is_independent: true)."
         for name, names in ([] if start_is_independent else edited_weights(model))
     ]
 
 
 def refuse_private_start(name: str | None, start_is_independent: bool) -> list[str]:
-    """Make sure that a model on the disk holds nothing of private records, for settings that must not depend on them.
+    """Check that a stored model is independent of private records, for settings that must not depend on them.
 
     Args:
         name: folder of the model, or its name on the Hub.
-        start_is_independent: the declaration that it holds nothing of the private records.
+        start_is_independent: the declaration that it is independent of the private records.
 
     Returns:
-        Open points for a report: traces of ordinary training beside the weights, unless declared.
+        Open points for a report: traces of ordinary training with the weights, unless declared.
 
     Raises:
         ConfigError: the folder is that of a private run, or of another training by a recipe, without a declaration.
@@ -182,17 +182,16 @@ def refuse_private_start(name: str | None, start_is_independent: bool) -> list[s
     found = _signs_of_private_records(folder) if folder is not None and folder.is_dir() else []
     if found and not start_is_independent:
         raise ConfigError(
-            f"{found[0]}, so settings that are computed from them may depend on private records. {_remedy(found[0])}. "
-            f"{_DECLARE}"
+            f"{found[0]}, so settings computed from them may depend on private records. {_remedy(found[0])}. {_DECLARE}"
         )
     return [] if name is None or found or start_is_independent else _training_points([name])
 
 
 def takes_metrics(scheduler: Any) -> bool:
-    """Return whether each step of a scheduler takes a metric, as that of ReduceLROnPlateau does.
+    """Return whether each step of a scheduler takes a metric, as ReduceLROnPlateau's does.
 
     Args:
-        scheduler: None, or with or without accelerate's wrapper.
+        scheduler: the scheduler, with or without accelerate's wrapper, or None.
     """
     scheduler = getattr(scheduler, "scheduler", scheduler)
     try:
@@ -213,7 +212,7 @@ def _data_driven_adapters(model: Any) -> list[str]:
     for name, config in configs.items():
         kind = getattr(config, "init_lora_weights", None)
         if isinstance(kind, str) and kind.lower() in DATA_DRIVEN_INIT:
-            found.append(f"The adapter {name!r} has init_lora_weights={kind!r}: it starts from statistics of data")
+            found.append(f"The adapter {name!r} has init_lora_weights={kind!r}, which starts from statistics of data")
         if getattr(config, "cpt_token_ids", None):
             found.append(f"The adapter {name!r} (CPT) starts from the tokens of examples")
     return found
@@ -224,7 +223,7 @@ def _settled(found: Sequence[str], start_is_independent: bool) -> list[str]:
     if found and not start_is_independent:
         declare = "" if _EARLIER in found[0] else f". {_DECLARE}"
         raise ConfigError(f"{found[0]}, which the epsilon of this run does not cover. {_remedy(found[0])}{declare}")
-    return [f"Declared independent of these records, to be confirmed before release: {what}" for what in found]
+    return [f"Declared independent of these records; confirm before release: {what}" for what in found]
 
 
 def _several(names: Sequence[str]) -> str:
@@ -232,13 +231,13 @@ def _several(names: Sequence[str]) -> str:
 
 
 def _without_place(name: str) -> str:
-    """Return a folder's own name: reports are published, and say nothing of this machine."""
+    """Return a folder's own name: reports are published, and must not reveal local paths."""
     path = Path(name).expanduser()
     return path.resolve().name if path.exists() else name
 
 
 def _foreign_folders(model: Any, run: RunName | None) -> list[Path]:
-    """Return the local folders that a model comes from, without those of the run itself."""
+    """Return the local folders from which a model comes, without those of the run itself."""
     own, found = None if run is None else run.folder, []
     for folder in dict.fromkeys(_folders_of(model)):
         place = _run_around(folder) or folder.resolve()
@@ -252,7 +251,7 @@ def _earlier_runs(model: Any, folders: Sequence[Path], run: RunName | None) -> l
 
 
 def _plain_training(model: Any, folders: Sequence[Path]) -> list[str]:
-    """Return open points for traces of ordinary training beside the weights of a model."""
+    """Return open points for traces of ordinary training with the weights of a model."""
     names = [name for name in _names_of(model) if not Path(name).expanduser().is_dir()]
     return _training_points([*map(str, folders), *names])
 
@@ -265,18 +264,18 @@ def _training_points(names: Iterable[str]) -> list[str]:
             continue
         if (trace := trace_of_training(folder)) is not None:
             points.append(
-                f"The starting weights come from {_without_place(name)}, with {trace}: a training left it there. On "
-                "which data? Confirm that none of these records was among them; public checkpoints from the Hub hold "
-                "such files, too. For the next run, declare start_is_independent=True (in a recipe "
+                f"The starting weights come from {_without_place(name)}, with {trace}, a sign of an earlier training. "
+                "On which data? Confirm that none of these records was among them; public checkpoints from the Hub "
+                "contain such files, too. For the next run, declare start_is_independent=True (in a recipe "
                 "model.start_is_independent: true)."
             )
     return points
 
 
 def _run_around(folder: Path) -> Path | None:
-    """Return the nearest folder with a ledger that a folder is, or is in; None for the public weights that a run wrote.
+    """Return the nearest enclosing folder with a ledger; None for the public weights that a run wrote.
 
-    Not everything that a run releases has a ledger of its own: the student of a vote, a copied checkpoint.
+    Not everything that a run releases has its own ledger: the student of a vote, a copied checkpoint.
     """
     place = folder.resolve()
     for above in (place, *place.parents):
@@ -288,7 +287,7 @@ def _run_around(folder: Path) -> Path | None:
 
 
 def _of_one_run(folder: Path, own: Path) -> bool:
-    """Whether the ledger in a folder below a run's folder belongs to this run, as a checkpoint's does."""
+    """Return whether the ledger in a folder below a run's folder belongs to this run, as a checkpoint's does."""
     with contextlib.suppress(LedgerError):
         return read_ledger(folder / LEDGER_FILE).runs[0]["run"] == read_ledger(own / LEDGER_FILE).runs[0]["run"]
     return False
@@ -298,12 +297,12 @@ def _trained_before(model: Any, own: RunName | None) -> list[str]:
     if not isinstance(model, torch.nn.Module):
         return []
     folders = runs_that_trained(model, own)
-    found = [f"The weights were trained before, in this process, by the private run of {folder}" for folder in folders]
+    found = [f"The weights were trained earlier in this process by the private run of {folder}" for folder in folders]
     if not folders and (left := earlier_run(model, own)) is not None:
         found.append(f"The weights are a copy of those that the private run of {left} trained in this process")
     return found + [
-        f"The weights were changed, in this process, after the private run of {folder} had trained others on top of "
-        "them (an adapter that was merged into them, for instance)"
+        f"The weights were changed in this process after the private run of {folder} had trained others on top of "
+        "them (for instance, an adapter was merged into them)"
         for folder in runs_below(model, own)
         if folder not in folders
     ]
@@ -332,8 +331,8 @@ def _trained_adapters(model: Any) -> list[str]:
             if any(_differ(part, _parameters(_of(module, source, name))) for module, part in _parts(model, kind, name))
         ]
         points += [
-            f"The adapter {name!r} was trained before this run: its {kind} is not that of a new one. If it was "
-            "trained on these records, or by a private run on them, epsilon does not cover that: confirm that "
+            f"The adapter {name!r} was trained before this run: its {kind} differs from a new adapter's. If it was "
+            "trained on these records, or by a private run on them, epsilon does not cover that. Confirm that "
             "it was not, or start with a new adapter."
             for kind in trained
         ]
@@ -354,7 +353,7 @@ def _of(module: torch.nn.Module, source: str, adapter: str) -> Any:
 
 
 def _differ(copies: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> bool:
-    """Return whether copies have other values than their sources; those of another shape are not compared."""
+    """Return whether copies differ from their sources; those with a different shape are not compared."""
     pairs = [(_own_part(copy), _own_part(source)) for copy, source in zip(copies, sources, strict=False)]
     return any(
         bool((copy != source.to(copy.device, copy.dtype)).any())
@@ -381,7 +380,7 @@ def _own_code(model: Any) -> list[str]:
         return []
     return [
         f"The model runs code from its own folder ({', '.join(sorted(names))}), which ε trusts as it trusts yours. "
-        "Confirm that somebody has read it: it must not couple rows, and must not write private text anywhere."
+        "Confirm that somebody has read it: it must not couple rows, and it must not write private text anywhere."
     ]
 
 
@@ -395,7 +394,7 @@ def _moments(optimizer: Any) -> list[str]:
         return []
     tensors = (value for kept in state.values() if isinstance(kept, Mapping) for value in kept.values())
     if any(isinstance(t, torch.Tensor) and t.numel() > 1 and bool((t != t.reshape(-1)[0]).any()) for t in tensors):
-        return ["The optimizer holds moments of updates that it made before this run"]
+        return ["The optimizer holds moments of updates from before this run"]
     return []
 
 
@@ -410,17 +409,18 @@ def _signs_of_private_records(folder: Path) -> list[str]:
         return [f"The weights come from {folder}, {inside}a private run ({steps} in its {LEDGER_FILE})"]
     if (folder / RECIPE_FILE).is_file():
         return [
-            f"The weights come from {folder}, which the recipe in its {RECIPE_FILE} fine-tuned, and no ledger is there"
+            f"The weights come from {folder}, which was fine-tuned with the recipe in its {RECIPE_FILE}; its ledger is "
+            "missing"
         ]
     card = folder / CARD_FILE
-    # Searched in the text, so that it is also found in a card with damaged metadata.
+    # Searched for in the text, so that it is also found in a card with damaged metadata.
     if card.is_file() and _GUARANTEE.search(card.read_text(encoding="utf-8", errors="replace")):
-        return [f"The weights come from {folder}, a private run by its {CARD_FILE}, whose ledger is not there"]
+        return [f"The weights come from {folder}, a private run according to its {CARD_FILE}; its ledger is missing"]
     return []
 
 
 def _names_of(model: Any) -> Iterator[str]:
-    """Yield the folders and names on the Hub that model and adapters have as their origin."""
+    """Yield the folders and Hub names from which model and adapters come."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     names = [getattr(getattr(inner, "config", None), "_name_or_path", None)]
     names += [name for name, _ in loaded_parts(inner)] if isinstance(inner, torch.nn.Module) else []
@@ -439,7 +439,7 @@ def _remedy(what: str) -> str:
     if what.startswith("The optimizer"):
         return "Make a new optimizer for this run"
     if _DETACHED in what:
-        return "Attach the run to the weights that it left"
+        return "Attach the run to the weights as it left them"
     if _EARLIER in what:
         return "Make another trainer, with the model loaded again and another output folder, or resume this run"
     if "outside of any private step" in what:

@@ -1,11 +1,10 @@
-"""What the modules of a model store next to parameters and buffers: the longest row so far, a number of hash buckets.
+"""Restore values that modules store next to parameters and buffers: the longest row so far, a number of hash buckets.
 
-Place in the flow: below `dpllm.methods.pate` and `dpllm.methods.federated`, which load one model and train it again and
-again, for one teacher or client after another. Some models choose a size by the first rows that they see (Reformer), or
-store the longest one (dynamic rotary embeddings). Without this, the next teacher or client would start from that
-choice.
+`dpllm.methods.pate` and `dpllm.methods.federated` load one model and train it repeatedly, for one teacher or client
+after another. Some models choose a size by the first rows that they see (Reformer), or store the longest one (dynamic
+rotary embeddings). Without this, the next teacher or client would start from that choice.
 
-Only for a model that dpllm loaded itself. A training run of the user's own model restores nothing.
+This is only for a model that dpllm itself loaded. A training run of the user's own model restores nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 _CONTAINERS = (list, dict, set, deque)
 _DATA = (bool, int, float, complex, str, bytes, type(None), *_CONTAINERS, tuple, Tensor, np.ndarray)
-_COPIED = 1 << 12  # the most entries of a container that is copied, one level deep
+_COPIED = 1 << 12  # the largest number of entries of a container that is copied, one level deep
 _PARTS = ("_buffers", "_parameters", "_modules")
 _INTERNAL = frozenset(vars(nn.Module()))  # of every module, among them parameters, buffers and submodules
 
@@ -33,7 +32,7 @@ class StartingValues:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Read them; containers are copied."""
+        """Store the values; containers are copied."""
         self._holders = _holders(model)
         self._values = [_data(holder) for holder in self._holders]
         self._entries = [
@@ -41,7 +40,7 @@ class StartingValues:
         ]
 
     def restore(self) -> None:
-        """Give the modules these values again, and remove attributes that are new."""
+        """Restore these values, and remove attributes that are new."""
         for holder, values, entries in zip(self._holders, self._values, self._entries, strict=True):
             for name in _data(holder).keys() - values.keys():
                 del vars(holder)[name]

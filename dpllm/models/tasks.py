@@ -1,6 +1,6 @@
-"""The task of a model by its class, and the loss per row that fits the task.
+"""Find the task of a model by its class, and the row loss that fits the task.
 
-Place in the flow: asked by `dpllm.training.trainer` before any data are read.
+`dpllm.training.trainer` uses it before any data are read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LIBRARIES = {
     *("abc", "builtins", "typing", "contextlib", "torch", "transformers", "peft", "accelerate", "dpllm"),
     *("bitsandbytes", "torchao", "gptqmodel", "awq", "hqq", "trl"),
 }
-"""Packages whose modules a model of transformers may have."""
+"""Packages whose modules a transformers model may contain."""
 RowLoss = Callable[[Any, Tensor], Tensor]
 """Function from model outputs and labels to one loss per row (B,), each computed only from its own row."""
 
@@ -40,7 +40,7 @@ _NAMES = {
     for task, about in TASKS.items()
 }
 
-# Models that write text about images or sound; their rows have tokens or labels as those of a language model.
+# Models that write text about images or sound; their rows have tokens or labels like a language model's.
 _WRITERS = frozenset(
     name
     for mapping in ("IMAGE_TEXT_TO_TEXT", "SPEECH_SEQ_2_SEQ")
@@ -59,9 +59,9 @@ def task_of(model: Any) -> str | None:
 
 
 def task_of_class(name: str, config: Any) -> str | None:
-    """Return the task of a class with this name and configuration; None for a class that has none."""
+    """Return the task of a class with this name and configuration; None for a class without a task."""
     found = [task for task, names in _NAMES.items() if name in names]
-    if not found:  # a class in the model's own folder, which says for which class of transformers it stands
+    if not found:  # a class in the model's own folder, which names the corresponding class of transformers
         own = {str(code).rpartition(".")[2]: auto for auto, code in (getattr(config, "auto_map", None) or {}).items()}
         found = [task for task, about in TASKS.items() if about.auto_class == own.get(name)]
     if len(found) > 1:
@@ -74,8 +74,8 @@ def task_of_class(name: str, config: Any) -> str | None:
 
 
 def is_of_transformers(model: Any) -> bool:
-    """Whether a model and its parts are of known libraries, so that anybody can load it; else it takes more code."""
-    kind = getattr(transformers, type(model).__name__.removeprefix("FSDP"), None)  # FSDP2 makes a class of its own
+    """Return whether a model and its parts come from known libraries; otherwise loading it needs further code."""
+    kind = getattr(transformers, type(model).__name__.removeprefix("FSDP"), None)  # FSDP2 makes its own class
     if not isinstance(kind, type) or not issubclass(type(model), kind):
         return False
     bases = {base for module in model.modules() for base in type(module).__mro__ if base is not object}
@@ -83,12 +83,12 @@ def is_of_transformers(model: Any) -> bool:
 
 
 def loading_class(model: Any) -> str:
-    """Return the name of the class of transformers that loads a model: that of its task, or its own.
+    """Return the name of the transformers class that loads a model: that of its task, or its own.
 
-    The class of a task may load another class for this configuration, or none: a decoder of sounds, for instance.
+    The class of a task may load a different class for this configuration, or none: for instance a decoder of sounds.
 
     Args:
-        model: without an adapter; of transformers.
+        model: transformers model without an adapter.
     """
     own, task = type(model).__name__.removeprefix("FSDP"), task_of(model)
     if task is None:
@@ -101,7 +101,7 @@ def loading_class(model: Any) -> str:
 
 _IN_WORDS = {
     "causal_lm": "a language model",
-    "seq2seq_lm": "a language model that turns a text into another",
+    "seq2seq_lm": "a sequence-to-sequence language model",
     "sequence_classification": "a text classifier",
     "multi_label_classification": "a text classifier",
     "regression": "a model that rates texts",
@@ -111,10 +111,10 @@ _IN_WORDS = {
 
 
 def trained_words(model: Any) -> str:
-    """Return the kind of a model and which of its weights are trained, in words for the report.
+    """Return a description of a model and its trained weights for the report.
 
     Args:
-        model: with the adapter, if it has one.
+        model: model with its adapter, if it has one.
     """
     config = getattr(model, "active_peft_config", None)
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -138,7 +138,7 @@ _ROW_LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def default_row_loss(model: nn.Module) -> RowLoss:
-    """Return the loss per row that fits the model's task.
+    """Return the row loss that fits the model's task.
 
     Raises:
         ConfigError: the task has no default loss; pass ``compute_loss_func``.
@@ -147,18 +147,18 @@ def default_row_loss(model: nn.Module) -> RowLoss:
     if task is None:
         raise ConfigError(
             f"There is no default loss per row for {type(model).__name__}. Pass compute_loss_func=(outputs, labels) "
-            f"-> (B,), each row's loss "
+            f"-> (B,), which computes each row's loss "
             "from that row only."
         )
     return row_loss_of(task, bool(getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False)))
 
 
 def row_loss_of(task: str, has_prompt: bool = False) -> RowLoss:
-    """Return the loss per row of a task.
+    """Return the row loss of a task.
 
     Args:
-        task: of `dpllm.config.TASKS`.
-        has_prompt: whether the model puts the tokens of a soft prompt, which have no labels, before those of a row.
+        task: one of `dpllm.config.TASKS`.
+        has_prompt: whether the model prepends the tokens of a soft prompt, which have no labels, to those of a row.
     """
     if TASKS[task].labels == "span":
 

@@ -1,6 +1,6 @@
-"""Text that a model writes after prompts, in batches.
+"""Continue prompts with a model, in batches.
 
-Place in the flow: used by the metrics of held-out text (`dpllm.training.held_out`), and by audits.
+The metrics of held-out text (`dpllm.training.held_out`) and audits use it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dpllm.engines.processes import Processes
 from dpllm.models.inputs import num_positions
 
 BATCH = 50
-"""Prompts that are continued together."""
+"""Number of prompts that are continued together."""
 LIKELIEST: Mapping[str, Any] = {"do_sample": False, "num_beams": 1}
 """Always the likeliest token."""
 _SAMPLING: Mapping[str, Any] = {
@@ -26,20 +26,20 @@ _SAMPLING: Mapping[str, Any] = {
 }
 _BEAMS: Mapping[str, Any] = {"early_stopping": False, "length_penalty": 1.0}
 """Settings of a generation configuration that apply to samples and to beams, with their neutral values."""
-_COMPLETED = "The model's generation configuration is completed, so that it can be saved: %s"
+_COMPLETED = "The model's generation configuration was changed so that it can be saved: %s"
 logger = logging.get_logger(__name__)
 
 
 def complete_generation_config(model: Any) -> None:
-    """Make a model's generation configuration one that ``save_pretrained`` writes, and log the changes.
+    """Change a model's generation configuration so that ``save_pretrained`` can write it, and log the changes.
 
     Llama 2, Vicuna and others were published with a temperature and without ``do_sample``. transformers reads such a
-    configuration, but refuses to write it once a token in it was changed. Their authors meant samples, and later
-    versions of these models say so: ``do_sample`` becomes true where it is missing. Where it is false, or the model
-    searches with beams, settings that have no effect are removed. Anything else stays as it is.
+    configuration, but refuses to write it once a token in it was changed. Their authors meant sampling, as later
+    versions of these models state, so ``do_sample`` becomes true where it is missing. Where it is false, or the model
+    searches with beams, settings that have no effect are removed. Nothing else is changed.
 
     Args:
-        model: of any kind; one without a generation configuration is left alone.
+        model: any model; one without a generation configuration is not changed.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     config = getattr(inner, "generation_config", None)
@@ -53,7 +53,7 @@ def complete_generation_config(model: Any) -> None:
     samples = [] if config.do_sample else stated(_SAMPLING)
     if samples and config.do_sample is None and one_beam:
         config.do_sample = True
-        logger.warning_once(_COMPLETED, f"do_sample is true, as {', '.join(samples)} need it")
+        logger.warning_once(_COMPLETED, f"do_sample is true, because {', '.join(samples)} need it")
         return
     removed = samples + (stated(_BEAMS) if one_beam else [])
     if not config.return_dict_in_generate:
@@ -80,17 +80,17 @@ def continuations(
     """Return the continuation of each prompt up to its end-of-sequence token, which is kept.
 
     The text of an encoder-decoder is its answer to the prompt, without the token with which its decoder begins. The
-    random state of the program and the model's training or evaluation mode are restored.
+    program's random state and the model's training or evaluation mode are restored.
 
     Args:
         model: a transformers model with ``generate``, on its device.
-        tokenizer: its own.
+        tokenizer: its tokenizer.
         prompts: token ids, at least one for each prompt. The longest must leave room for a token in the model.
-        new_tokens: largest number of tokens of a continuation, one for all or one for each prompt. Beside a longer
-            prompt there may be room for fewer.
-        choose: how a token is chosen, in the names of ``transformers.GenerationConfig``.
-        seed: of samples.
-        processes: divide the prompts over these; all call this function together, with the same prompts, and all get
+        new_tokens: largest number of tokens of a continuation, one for all or one for each prompt. In a batch with a
+            longer prompt there may be room for fewer.
+        choose: how a token is chosen, as arguments of ``transformers.GenerationConfig``.
+        seed: seed of the samples.
+        processes: divide the prompts over these; all call this function together, with the same prompts, and each gets
             every continuation.
         moved: called after each batch with its number of prompts, over all processes.
     """
@@ -112,7 +112,7 @@ def continuations(
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         for turn in range(-(-len(batches) // size)):
-            # A sharded model runs on all processes or on none: one without prompts writes what nobody reads.
+            # A sharded model runs on all processes or on none: one without prompts generates text that is not used.
             mine = turn * size + rank
             numbers = batches[mine] if mine < len(batches) else batches[0]
             heads, most = [list(prompts[number]) for number in numbers], [limits[number] for number in numbers]
@@ -130,7 +130,7 @@ def continuations(
 def _continue(
     model: Any, settings: Mapping[str, Any], prompts: Sequence[list[int]], limits: Sequence[int], together: bool
 ) -> list[list[int]]:
-    """Continue a batch; an encoder reads it padded at its end, a decoder at its beginning."""
+    """Continue a batch; an encoder reads it padded on the right, a decoder on the left."""
     width, encodes = max(map(len, prompts)), bool(model.config.is_encoder_decoder)
     positions = None if encodes else num_positions(model)
     room = max(limits) if positions is None else min(max(limits), positions - width)
@@ -153,11 +153,11 @@ def _continue(
 
 
 def also_end_with(model: Any, tokens: Sequence[int]) -> list[int]:
-    """Have a model end its texts with these tokens too; return all tokens that end one.
+    """Make a model end its texts with these tokens too; return all tokens that end one.
 
     Args:
-        model: with a generation configuration, which is saved with it; one without is left as it is.
-        tokens: such as the one that closes an assistant's turn (`dpllm.data.chat.ChatTemplate.turn_end`).
+        model: model whose generation configuration is saved with it; one without is not changed.
+        tokens: tokens such as the one that closes an assistant's turn (`dpllm.data.chat.ChatTemplate.turn_end`).
     """
     config = getattr(model, "generation_config", None)
     known = getattr(config, "eos_token_id", None)
@@ -168,7 +168,7 @@ def also_end_with(model: Any, tokens: Sequence[int]) -> list[int]:
 
 
 def saved_ends(folder: Path) -> list[int]:
-    """Return the tokens that end a text by the generation configuration in a folder; none if there is no such file."""
+    """Return the tokens that end a text according to a folder's generation configuration; none if it has none."""
     if not (folder / GENERATION_CONFIG_NAME).is_file():
         return []
     ends = GenerationConfig.from_pretrained(str(folder)).eos_token_id

@@ -1,6 +1,6 @@
-"""Memory and communication of a private run, per GPU, computed by formulas before the run.
+"""Estimate memory and communication of a private run, per GPU, by formulas before the run.
 
-Place in the flow: beside the plan, after `dpllm.planning.model_shape`. Nothing here is measured.
+The shape comes from `dpllm.planning.model_shape`. Nothing here is measured.
 
 Symbols: P parameters, P_t trainable ones, N GPUs, B rows and T tokens of a microbatch, M microbatches of a step, L
 blocks, d hidden size, V vocabulary, c bytes of the compute dtype, s bytes of the residual stream's dtype.
@@ -11,19 +11,19 @@ The assumptions are:
   DeepSpeed float32 master weights. With another second moment (`dpllm.training.corrected_adamw`) they are float32.
   Frozen parameters have neither sum nor optimizer state.
 * ``train.bf16``: one process and DDP compute under autocast and keep parameters in ``model.dtype``; FSDP2 keeps
-  trainable parameters in float32 and gathers bfloat16; DeepSpeed keeps all in bfloat16 beside float32 master weights.
+  trainable parameters in float32 and gathers bfloat16; DeepSpeed keeps all in bfloat16 plus float32 master weights.
   PEFT keeps adapters in float32.
 * Quantised matrices keep their stored size (`dpllm.config.quantization`); all others have the frozen dtype. Moments of
   bitsandbytes' AdamW have 8 or 32 bits; paged ones are counted as if they stayed on the GPU.
 * Every row has T tokens without padding, all tokens are targets, attention runs in a fused kernel that saves no (T, T)
   matrix, dropout is 0, and all blocks are equal.
-* Sums are float32. FSDP2 and ZeRO-3 form them in buckets, of which two exist at a time, and keep a shard. ZeRO-2
-  reduces buckets of 5e8 entries. These three keep whole sums between microbatches instead, and reduce them once per
-  step, where memory is left for them on every GPU (`Run.adds_up`), or they take at most half the memory of a GPU's
+* Sums are float32. FSDP2 and ZeRO-3 compute them in buckets, of which two exist at a time, and keep a shard. ZeRO-2
+  reduces buckets of 5e8 entries. These three instead keep whole sums between microbatches, and reduce them once per
+  step, where every GPU has memory left for them (`Run.adds_up`), or where they take at most half the memory of a GPU's
   weights (LoRA). ZeRO-1 passes the whole sum once per step, and DeepSpeed's optimizer for bfloat16 holds a second copy.
-* An average of the weights (``train.average``) is float32, divided as the optimizer's state is. While it is shown, for
-  an evaluation or a save, it replaces the weights, which are kept beside it (DeepSpeed: they are the master weights).
-* ``privacy.gradients=per_unit`` holds the gradient of one unit in place of the book; "auto" counts as ghost.
+* An average of the weights (``train.average``) is float32, divided like the optimizer's state. While it is shown, for
+  an evaluation or a save, it replaces the weights, which are stored next to it (DeepSpeed: in the master weights).
+* ``privacy.gradients=per_unit`` stores the gradient of one unit instead of the book; "auto" counts as ghost.
 * A collective over n GPUs sends (n - 1)/n of the tensor per GPU for an all-gather or a reduce-scatter, twice that for
   an all-reduce (ring algorithms). DDP reduce-scatters sums and gathers finished gradients in the weights' dtype. FSDP2
   and ZeRO-3 gather all weights for forward and for backward of each microbatch, ZeRO-1 and -2 the updated weights.
@@ -87,18 +87,18 @@ class Run(Update):
     num_microbatches: int
     """M: microbatches of a step on each GPU."""
     checkpointing: bool
-    """Whether a block keeps only its input and is recomputed in the backward pass."""
+    """Whether a block stores only its input and is recomputed in the backward pass."""
     bf16: bool
     """``train.bf16``."""
     unit_rows: int = 1
     """Largest number of rows of a unit; a unit with more than B rows goes through the model in several passes."""
     noise_tensors: int = 0
-    """Tensors of the gradient's size, over all GPUs together, that correlated noise keeps between steps; 0 if the noise
-    is independent or regenerated."""
+    """Tensors of the gradient's size, over all GPUs together, that correlated noise stores between steps; 0 if the
+    noise is independent or regenerated."""
     per_unit: bool = False
     """Whether one unit is run at a time (privacy.gradients=per_unit)."""
     head: str = "auto"
-    """``model.head``; "whole" where the loss is not that of a causal language model."""
+    """``model.head``; "whole" if the loss is not that of a causal language model."""
     adds_up: bool = False
     """Whether memory is left for whole sums between the microbatches of a step (`dpllm.engines.local_sums`)."""
 
@@ -112,28 +112,28 @@ class Run(Update):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.moment_bits is not None and self.is_deepspeed:
-            raise ConfigError(f"optimizers of bitsandbytes have no estimate under {self.engine}; use adamw_torch")
+            raise ConfigError(f"bitsandbytes optimizers have no estimate under {self.engine}: use adamw_torch")
         if self.per_unit and self.shards_weights:
             raise ConfigError(
-                f"privacy.gradients=per_unit needs whole parameters, which {self.engine} shards; use single, ddp, "
+                f"privacy.gradients=per_unit needs whole parameters, but {self.engine} shards them: use single, ddp, "
                 "zero1 or zero2"
             )
         if self.engine == "single" and self.num_gpus != 1:
-            raise ConfigError(f"the engine single uses 1 GPU, not {self.num_gpus}; use ddp, fsdp2 or a zero engine")
+            raise ConfigError(f"the engine single uses 1 GPU, not {self.num_gpus}: use ddp, fsdp2 or a zero engine")
 
     @property
     def is_fsdp(self) -> bool:
-        """Whether PyTorch shards the model."""
+        """Return whether PyTorch shards the model."""
         return self.engine == "fsdp2"
 
     @property
     def is_deepspeed(self) -> bool:
-        """Whether DeepSpeed shards the model."""
+        """Return whether DeepSpeed shards the model."""
         return self.engine.startswith("zero")
 
     @property
     def shards_weights(self) -> bool:
-        """Whether parameters are sharded, and their sums formed one at a time."""
+        """Return whether parameters are sharded, and their sums computed one at a time."""
         return self.engine in ("fsdp2", "zero3")
 
 
@@ -141,14 +141,14 @@ _FLOAT32, _BFLOAT16 = 4, 2
 _INDEX = 8  # bytes of a token id
 _LIVE = 10**9  # DeepSpeed's stage3_max_live_parameters: gathered entries that it keeps before it frees any
 _BUCKET = 5 * 10**8  # DeepSpeed's reduce_bucket_size, in entries
-_SUMS_BUCKET = 16 * 2**20  # bytes of the sums that FSDP2 and ZeRO-3 reduce together; a larger one by itself
+_SUMS_BUCKET = 16 * 2**20  # bytes of the sums that FSDP2 and ZeRO-3 reduce together; a larger one alone
 _BLOCK_OF_MOMENTS = 256  # entries of a moment of 8 bits that share a float32 scale, in bitsandbytes
 _ADAMW = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused")),
     **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"), 8),
     **dict.fromkeys(("paged_adamw", "paged_adamw_32bit"), 32),
 }
-"""Optimizers whose memory is known, with the bits of a moment's entry; None: as the weights."""
+"""Optimizers whose memory is known, with the bits of a moment's entry; None: the dtype of the weights."""
 _SUB_GROUP = 10**9  # DeepSpeed's sub_group_size: entries of a shard that ZeRO-3 updates at a time
 
 
@@ -163,14 +163,14 @@ class Kept:
     optimizer: int
     """AdamW's moments, and float32 master weights if the engine keeps them."""
     noise: int
-    """Float32 noise of earlier steps, with which that of later ones is correlated. Each GPU keeps a slice of each
+    """Float32 noise of earlier steps, with which that of later ones is correlated. Each GPU stores a slice of each
     parameter, on every engine."""
     average: int
     """The average of the weights, if the run keeps one."""
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all parts."""
         return self.weights + self.clipped_sum + self.optimizer + self.noise + self.average
 
 
@@ -187,22 +187,22 @@ class Passing:
     """The saved tensors of one block, recomputed in the backward pass; 0 without checkpointing."""
     logits: int
     """Logits and their gradient, in the model's dtype, at the peak, which is the start of the backward pass; and a
-    float32 chunk of `dpllm.models.losses`. In chunks: two float32 ones, the gradient of the hidden states, and Gram
+    float32 chunk of `dpllm.models.losses`. In chunks: two float32 chunks, the gradient of the hidden states, and Gram
     matrices of a trained head's rows."""
     book: int
-    """Tensors that private training holds at the end of the backward pass, until the norms are known: input and output
+    """Tensors that private training stores at the end of the backward pass, until the norms are known: input and output
     gradient of every trainable layer, or the per-row gradient if that is smaller. Ordinary training frees these layer
     by layer, when weight gradients replace them."""
     forming: int
-    """Memory while the sum is formed: one parameter's whole float32 sum if the engine shards, its noise, and float32
+    """Memory while the sum is computed: one parameter's whole float32 sum if the engine shards, its noise, and float32
     copies of the layer's input and output gradient; for ZeRO-2 a bucket and its flat copy."""
     update: int
-    """Gradients that the optimizer receives beside the sum; or, if that is more, the weights that an average replaces
-    while it is shown."""
+    """Gradients that the optimizer receives in addition to the sum; or, if that is more, the weights that an average
+    replaces while it is shown."""
 
     @property
     def peak(self) -> int:
-        """The peak of four phases.
+        """The peak over four phases.
 
         The phases are the start of the backward pass (all activations, logits), its end (the book, one block's
         activations), the sum (the book, one parameter), and the update.
@@ -226,7 +226,7 @@ class Sent:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of both."""
         return self.weights + self.sums
 
 
@@ -242,12 +242,12 @@ class Footprint:
 
     @property
     def total(self) -> int:
-        """The kept memory and the peak of the passing one."""
+        """The kept memory plus the peak of the passing memory."""
         return self.kept.total + self.passing.peak
 
     @property
     def with_whole_sums(self) -> Footprint | None:
-        """The same run where memory is left for whole sums; None if its engine does not need more for them."""
+        """The same run where memory is left for whole sums; None if its engine needs no more for them."""
         added = footprint(self.shape, dataclasses.replace(self.run, adds_up=True))
         return None if added.kept == self.kept else added
 
@@ -337,7 +337,7 @@ def footprint(shape: ModelShape, run: Run) -> Footprint:
 
 
 def in_chunks(shape: ModelShape, run: Run) -> bool:
-    """Whether logits exist a chunk at a time, by the rule of `dpllm.training.head_losses`."""
+    """Return whether logits exist one chunk at a time, by the rule of `dpllm.training.head_losses`."""
     head = shape.head
     if run.head == "whole" or not head.entries:
         return False
@@ -369,10 +369,10 @@ def _share(size: int, group: int) -> int:
 
 
 def _keeps_whole_sums(shape: ModelShape, run: Run, weights: int) -> bool:
-    """Whether a GPU keeps whole sums between microbatches, by the rules of `dpllm.engines.local_sums`.
+    """Return whether a GPU keeps whole sums between microbatches, by the rules of `dpllm.engines.local_sums`.
 
     Args:
-        shape: of the model.
+        shape: shape of the model.
         run: the run.
         weights: bytes of all weights.
     """
@@ -418,7 +418,7 @@ def _average(shape: ModelShape, run: Run) -> int:
 
 
 def _replaced(shape: ModelShape, run: Run, dtypes: _Dtypes) -> int:
-    """Return the bytes of the weights that an average replaces; of DeepSpeed, one whole parameter."""
+    """Return the bytes of the weights that an average replaces; for DeepSpeed, one whole parameter."""
     if not run.averaged:
         return 0
     if run.is_deepspeed:
@@ -578,21 +578,21 @@ def footprint_of_recipe(
         recipe: the recipe. ``data.max_length`` is T, and B the number of such rows in ``microbatch.tokens`` ("auto" or
             left out: ``per_device_train_batch_size``). Every user is assumed to have ``max_rows_per_unit`` rows. A
             row of ``train.trainer=dpo`` counts as two.
-        arguments: its ``train`` section.
+        arguments: the arguments from its ``train`` section.
         plan_or_batch: the plan, or the expected batch size b in units. With the latter, ``bands: auto`` counts as the
-            most bands that a plan would choose. ``noise_memory: auto`` counts as stored.
+            largest number of bands that a plan would choose. ``noise_memory: auto`` counts as stored.
         engine: one of `ENGINES`.
         num_gpus: N.
 
     Raises:
         ConfigError: the model's configuration cannot be read, its blocks have an unknown form, the optimizer is not
-            AdamW, or the engine does not exist or does not fit.
+            AdamW, or the engine does not exist or cannot be used.
     """
     if num_gpus < 1:
         raise ConfigError(f"num_gpus must be at least 1, got {num_gpus}")
     optimizer = str(getattr(arguments.optim, "value", arguments.optim))
     if optimizer not in _ADAMW:
-        raise ConfigError(f"train.optim={optimizer}: its memory is unknown; use {', '.join(_ADAMW)} for this estimate")
+        raise ConfigError(f"train.optim={optimizer}: its memory is unknown. Use {', '.join(_ADAMW)} for this estimate")
     if recipe.model.quantization is not None and engine not in ("single", "ddp"):
         raise ConfigError(
             f"model.quantization={recipe.model.quantization!r} is not available under {engine}, which shards weights "
@@ -632,7 +632,7 @@ def footprint_of_recipe(
 
 
 def _most_kept(recipe: Recipe, batch: int) -> int:
-    """Return the most tensors that the noise of a plan would keep, for any number of units and steps."""
+    """Return the largest number of tensors that a plan's noise would store, for any number of units and steps."""
     noise, units = noise_of(Spec.of(recipe.privacy.noise)), 1000 * batch  # no noise has more than 1000 bands
     draw = Draw(num_units=units, population=units, expected_batch_size=batch, max_batch_size=units)
     return max(one.tensors_kept for one in noise.candidates(draw, Workload.released([1.0] * 1000)))

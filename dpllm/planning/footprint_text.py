@@ -1,7 +1,4 @@
-"""A footprint for people: rows of a table, and sizes in words.
-
-Place in the flow: after `dpllm.planning.footprint`; nothing is computed here.
-"""
+"""Format a footprint for people: rows of a table, and sizes in words."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The shape of a model: the numbers of its parameters, and the modules that will run one row at a time.
+"""Read the shape of a model: the numbers of its parameters, and the modules that will run one row at a time.
 
 Both are read from a model on the meta device: no weight is allocated, and no record is read.
 
-Place in the flow: input of `dpllm.planning.footprint`. Adapters and frozen parameters come from the functions that
+The result is the input of `dpllm.planning.footprint`. Adapters and frozen parameters come from the functions that
 prepare the model for training.
 """
 
@@ -25,7 +25,7 @@ from dpllm.ghost.attach import Ladder, is_linear, is_transposed
 from dpllm.models.load import AUTO_MODEL, DTYPES, config_arguments, load_tokenizer, prepare_model
 
 _ROWS, _TOKENS = 2, 8
-_NOBODY: Any = None  # in the place of a clipper: no call is clipped
+_NOBODY: Any = None  # replaces a clipper: no call is clipped
 _COMPOSED = ("NewGELUActivation", "FastGELUActivation")
 
 
@@ -39,7 +39,7 @@ class Linear:
         outputs: width of its output.
         trainable: whether its weight is trained.
         bias: whether its bias is trained.
-        rank: r of the adapter on it, 0 without one.
+        rank: r of its adapter, 0 without one.
     """
 
     role: str
@@ -80,17 +80,17 @@ class Block:
 
     @property
     def has_adapters(self) -> bool:
-        """Whether LoRA factors are trained."""
+        """Return whether LoRA factors are trained."""
         return any(linear.rank for linear in self.linears)
 
     @property
     def matrices(self) -> int:
-        """Entries of its matrices."""
+        """Return the number of entries of its matrices."""
         return sum(linear.inputs * linear.outputs for linear in self.linears)
 
     @property
     def gated(self) -> bool:
-        """Whether the MLP multiplies two projections."""
+        """Return whether the MLP multiplies two projections."""
         return self.width("mlp_in", "outputs") == 2 * self.width("mlp_out", "inputs")
 
     def width(self, role: str, side: str) -> int:
@@ -103,7 +103,7 @@ class Head:
     """The output layer, which computes the logits."""
 
     entries: int
-    """Its entries, even if it is the embedding; 0 if the model has none."""
+    """Its number of entries, even if it is the embedding; 0 if the model has none."""
     vocabulary: int
     """Width of the logits: V, or the number of classes."""
     tied: bool
@@ -151,8 +151,8 @@ def shape_of_model(model: ModelConfig) -> ModelShape:
     """Return the shape of a recipe's model, adapters and frozen parameters included.
 
     Raises:
-        ConfigError: its configuration cannot be read (for a name on the Hub that cannot be reached, give a folder with
-            its config.json), or the form of its blocks is not known.
+        ConfigError: its configuration cannot be read (if a name on the Hub cannot be reached, use a folder with
+            its config.json), or the form of its blocks is unknown.
 
     >>> llama = {"model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
     ...          "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -192,7 +192,7 @@ def on_meta(model: ModelConfig) -> tuple[Any, Any]:
 
 
 def _quantized(base: Any) -> Iterator[tuple[int, int]]:
-    """Yield outputs and inputs of each matrix that is stored quantised: all but heads, and parts that are trained."""
+    """Yield outputs and inputs of each matrix that is stored quantised: all but heads and trained parts."""
     for path, module in getattr(base, base.base_model_prefix, base).named_modules():
         if is_linear(module) and ".lora_" not in path and ".modules_to_save." not in path:
             outputs, inputs = module.get_parameter("weight").shape
@@ -212,8 +212,8 @@ def _config_of(model: ModelConfig) -> PreTrainedConfig:
         config = _fresh(model)
     if config.is_encoder_decoder:
         raise ConfigError(
-            "memory and communication are known for models of one stack, not for encoder-decoders. Measure a short run "
-            "instead"
+            "memory and communication can be estimated only for single-stack models, not for encoder-decoders. "
+            "Measure a short run instead"
         )
     if model.tie_word_embeddings is not None:
         config.tie_word_embeddings = model.tie_word_embeddings
@@ -295,7 +295,7 @@ def _linears(block: nn.Module, hidden: int) -> tuple[Linear, ...]:
         first -= 1
     if first == last or first < 2 or found[last][1] != hidden or found[first - 1][1] != hidden:
         raise ConfigError(
-            f"{type(block).__name__} is not a block of attention and MLP in that order, so its memory is unknown"
+            f"{type(block).__name__} is not a block of attention followed by an MLP, so its memory is unknown"
         )
     roles = ["qkv"] * (first - 1) + ["attention_out"] + ["mlp_in"] * (last - first) + ["mlp_out"]
     return tuple(Linear(role, *numbers) for role, numbers in zip(roles, found, strict=True))
@@ -317,43 +317,43 @@ def _norms(block: nn.Module) -> tuple[Norm, ...]:
 
 
 def row_by_row_modules(model: ModelConfig) -> list[str] | None:
-    """Return the paths of the modules that will run row by row, as far as shapes tell.
+    """Return the paths of the modules that will run row by row, as far as shapes show.
 
-    The taps of the model (`dpllm.ghost.attach`) are chosen on tensors that have shapes only. Modules whose gradients no
-    tap gives run row by row: exact, but with as many kernel launches as a microbatch has rows. The first call of the
+    The taps of the model (`dpllm.ghost.attach`) are chosen on tensors that have only shapes. Modules whose gradients no
+    tap computes run row by row: exact, but with as many kernel launches as a microbatch has rows. The first call of the
     real model also compares values (`dpllm.ghost.weights_check`), and may find more of them.
 
     Returns:
-        None where they do not: the model's own code needs values, as some routers of experts do.
+        None if shapes do not suffice: the model's own code needs values, as some routers of experts do.
 
     Raises:
-        ConfigError: as `shape_of_model`.
+        ConfigError: see `shape_of_model`.
 
     >>> sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
     >>> row_by_row_modules(ModelConfig(config={"model_type": "llama", "vocab_size": 300, **sizes}))
     []
     """
     base, prepared = on_meta(model)
-    base.set_experts_implementation("batched_mm")  # of transformers', the one that works for any dtype without values
+    base.set_experts_implementation("batched_mm")  # the one of transformers' that works for any dtype without values
     ladder = Ladder(prepared, _NOBODY, {name: p for name, p in prepared.named_parameters() if p.requires_grad})
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.device("meta"):
             ids = torch.zeros(_ROWS, _TOKENS, dtype=torch.int64)
             ladder.discover(lambda: prepared(input_ids=ids))
         ladder.attach()
-    except Exception:  # of the model's own code, which gets tensors without values
+    except Exception:  # from the model's own code, which receives tensors without values
         return None
     return sorted(ladder.splits)
 
 
 def row_by_row_words(paths: list[str] | None, rows: int) -> str:
-    """Say how many modules run row by row, which, and what it costs.
+    """Describe how many modules run row by row, which, and what it costs.
 
     >>> row_by_row_words(["layers.0.mixer", "layers.1.mixer"], 8)
     '2 (layers.0.mixer, …), each with 8 times its kernel launches'
     """
     if paths is None:
-        return "not known before the first step"
+        return "unknown before the first step"
     if not paths:
         return "none known before the first step"
     names = (paths[0] or "the model") + (", …" if len(paths) > 1 else "")

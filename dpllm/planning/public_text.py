@@ -1,8 +1,8 @@
-"""The public text of a rehearsal: whether it is the private data, its rows, and the start of the trainings.
+"""Load the public text of a rehearsal: check that it is not the private data, make its rows, and load the start.
 
-Place in the flow: before `dpllm.planning.rehearsal`. If the recipe has a public stage, the stage comes first, as before
-the private run. If the rehearsal has no other text than that of the stage, one half trains the stage and the other half
-is rehearsed on: rows that the model was trained on would favour small rates.
+`dpllm.planning.rehearsal` trains on it. If the recipe has a public stage, the stage comes first, as before
+the private run. If the rehearsal has only the text of the stage, one half trains the stage and the other half
+is used for the rehearsal, since rows on which the model was already trained would favour small rates.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Material:
         tokenizer: its tokenizer.
         rows: rows to train on; each is a unit.
         held_out: rows to measure.
-        collator: rows to tensors.
+        collator: makes tensors from rows.
         source: name of the text.
         size: the size of the trained weights.
     """
@@ -71,10 +71,10 @@ def public_section(recipe: Recipe, path: str | None) -> DataConfig:
 
     Args:
         recipe: its public stage is used if ``path`` is None.
-        path: of public text in the form of the private records; a .txt file has one text in each line.
+        path: path of public text in the form of the private records; a .txt file has one text in each line.
 
     Raises:
-        DataError: there is no public text, or it, or the text of the public stage, is a source of the private records.
+        DataError: there is no public text; or it, or the text of the public stage, is a source of the private records.
             No file is opened for this.
     """
     if path is None and recipe.public_pretrain is None:
@@ -93,14 +93,14 @@ def public_section(recipe: Recipe, path: str | None) -> DataConfig:
         same = shared_source(recipe.data, text)
         if same is not None:
             raise DataError(
-                f"the public text of a rehearsal, {text.path}, is a source of the private records ({same}): nothing of "
-                "them may be in a rehearsal, which spends no ε. Give public text in files of its own"
+                f"the public text of a rehearsal, {text.path}, is a source of the private records ({same}). A "
+                "rehearsal spends no ε, so it may use none of them: give public text in separate files"
             )
     return section
 
 
 def _sections(recipe: Recipe, section: DataConfig) -> list[DataConfig]:
-    """Return all sections whose text a rehearsal trains on: that of the public stage comes first."""
+    """Return all sections whose text a rehearsal trains on; the public stage's comes first."""
     stage = recipe.public_pretrain
     return [section] if stage is None or section == _stage_section(recipe, stage.data) else [stage.data, section]
 
@@ -111,7 +111,7 @@ def _stage_section(recipe: Recipe, data: DataConfig) -> DataConfig:
 
 
 def refuse_private_records(recipe: Recipe, section: DataConfig, records: Sequence[Any]) -> None:
-    """Make sure that the public text of a rehearsal, and that of the public stage, contain no private records.
+    """Check that the public text of a rehearsal, and that of the public stage, contain no private records.
 
     Args:
         recipe: its data section reads the private records.
@@ -119,7 +119,7 @@ def refuse_private_records(recipe: Recipe, section: DataConfig, records: Sequenc
         records: private records, and held-out ones unless they are public.
 
     Raises:
-        DataError: it contains some. Their number depends on the private records and is not given.
+        DataError: it contains some. The message omits their number, which depends on the private records.
     """
     stage = recipe.public_pretrain
     for text in _sections(recipe, section):
@@ -131,18 +131,18 @@ def refuse_private_records(recipe: Recipe, section: DataConfig, records: Sequenc
             remedy = "" if of_stage else ", or give other public text (--public)"
             raise DataError(
                 f"the public text of a rehearsal, {name}{text.path}, contains private records of "
-                f"data.path={recipe.data.path} ({allowed} are declared): take them out of the public text{remedy}"
+                f"data.path={recipe.data.path} ({allowed} are declared): remove them from the public text{remedy}"
             )
 
 
 def load_material(recipe: Recipe, section: DataConfig, folder: Path, callbacks: Sequence[TrainerCallback]) -> Material:
-    """Read the public text, take the recipe's public stage, and hold out rows to measure.
+    """Read the public text, run the recipe's public stage, and hold out rows to measure.
 
     Args:
         recipe: its private data are not read.
         section: made by `public_section`.
         folder: empty folder for the model after the public stage, to be deleted by the caller.
-        callbacks: of the public stage.
+        callbacks: callbacks of the public stage.
 
     Raises:
         ConfigError, DataError: the text or the model cannot be loaded, or there are too few records.
@@ -156,7 +156,7 @@ def load_material(recipe: Recipe, section: DataConfig, folder: Path, callbacks: 
         texts = all_staged[stage.data.column("text")] if recipe.model.tokenizer_vocab_size else None
         if section.path == stage.data.path:
             if len(records) < 2:
-                raise DataError(f"{section.path} has too few records for a public stage and a rehearsal: add --public")
+                raise DataError(f"{section.path} has too few records for a public stage and a rehearsal: use --public")
             order = np.random.default_rng(_SHUFFLE).permutation(len(records))
             half = len(records) // 2
             staged, records = records.select(np.sort(order[:half])), records.select(np.sort(order[half:]))

@@ -1,6 +1,6 @@
-"""A recipe as text for people: each key with its reason above it.
+"""Write a recipe as text for people: each key with its reason above it.
 
-Place in the flow: `dpllm init` writes it; `dpllm.config.load_recipe` reads it like any other recipe.
+`dpllm init` writes it; `dpllm.config.load_recipe` reads it like any other recipe.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ def recipe_text(settings: Sequence[Setting], header: Sequence[str], left_out: Ma
     """Return the YAML of a recipe.
 
     Args:
-        settings: in the order of the file; the settings of a section are written together. One with an empty reason
+        settings: in the order of the file; the settings of a section are consecutive. One with an empty reason
             has no comment.
         header: paragraphs above the recipe.
-        left_out: section -> lines that are written as comments at its end, such as keys that people may add.
+        left_out: lines by section, written as comments at its end, such as keys that people may add.
     """
     sections: dict[str, list[Setting]] = {}
     for setting in settings:

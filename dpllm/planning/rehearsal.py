@@ -1,18 +1,18 @@
-"""A rehearsal: short trainings with the plan's noise on public text, which compare learning rates without any ε.
+"""Rehearse a run: short trainings with the plan's noise on public text, which compare learning rates without any ε.
 
-Place in the flow: before the private run, by `dpllm plan --rehearse`. The private records are neither read nor needed:
-the rehearsal has a plan of its own, for the public rows, in a folder that is deleted. Each training is one of
-`dpllm.DPTrainer`, so it takes the steps of the product: clipping, noise, schedule and average.
+`dpllm plan --rehearse` does this before the private run. The private records are neither read nor needed: the rehearsal
+has its own plan, for the public rows, in a folder that is deleted. Each training is done by `dpllm.DPTrainer`, so it
+takes the product's own steps: clipping, noise, schedule and average.
 
-What is the plan's and what is shorter:
+What equals the plan and what is shorter:
 
 - Batch b, clip norm, clipping, σ, and the bands and strategy of the noise are the plan's, so a step has the plan's
-  ratio of noise to signal. If the public text has too few rows for such batches, batch and σ shrink by the same factor:
+  noise-to-signal ratio. If the public text has too few rows for such batches, batch and σ shrink by the same factor:
   σ/b, the noise of the averaged gradient, stays the plan's, and only the sampling noise of a step grows.
-- The number of steps is a quarter, in whole cycles of bands. The schedule is the same share of the run, and so is the
-  average. Fewer steps collect less signal, so the losses are worse than those of the run; only their order counts.
+- The number of steps is a quarter, in whole cycles of bands. The schedule and the average cover the same shares of the
+  run. Fewer steps collect less signal, so the losses are worse than those of the run; only their order counts.
 - The learning rate is multiplied by a factor with which noise moves the released weights of rehearsal and run equally
-  far (`dpllm.planning.rate_scaling`): with independent noise a quarter of the steps takes twice the rate, as in the
+  far (`dpllm.planning.rate_scaling`): with independent noise, a quarter of the steps takes twice the rate, as in the
   rule 1/√T.
 """
 
@@ -63,7 +63,7 @@ class Shortened:
     Attributes:
         num_steps: T'.
         batch: the expected batch size, in public rows.
-        noise_multiplier: σ of such batches; σ/b is the plan's.
+        noise_multiplier: σ for such batches; σ/b is the plan's.
         average: the average, over the same share of the steps. None: the last weights.
         rate_factor: the learning rate of the rehearsal over that of the run.
         batch_of_plan: b.
@@ -80,19 +80,19 @@ class Shortened:
 
     def words(self) -> list[str]:
         """Return the differences from the run, one line each."""
-        found = ["The rehearsal has all steps of the run."]
+        found = ["The rehearsal takes all steps of the run."]
         if self.num_steps < self.num_steps_of_plan:
             found = [
-                f"The rehearsal has {self.num_steps:,} of {self.num_steps_of_plan:,} steps, each with the plan's ratio "
-                "of noise to signal. Fewer steps collect less signal: the losses are worse than those of the run, and "
-                "only their order counts.",
+                f"The rehearsal takes {self.num_steps:,} of {self.num_steps_of_plan:,} steps, each with the plan's "
+                "noise-to-signal ratio. Fewer steps collect less signal, so the losses are worse than those of the "
+                "run, and only their order matters.",
                 f"The learning rate of the rehearsal is {self.rate_factor:.3g} times that of the run, so that noise "
                 "moves the released weights equally far.",
             ]
         if self.batch < self.batch_of_plan:
             found.append(
                 f"The public text has too few rows for batches of {self.batch_of_plan:,}. With batches of "
-                f"{self.batch:,} and σ = {self.noise_multiplier:.3g}, σ/b is that of the plan; a step has more "
+                f"{self.batch:,} and σ = {self.noise_multiplier:.3g}, σ/b equals the plan's, but each step has more "
                 "sampling noise."
             )
         return found
@@ -123,7 +123,7 @@ class Rehearsal:
         shortened: the numbers of each training.
         source: name of the public text.
         num_rows: public rows that were trained on.
-        num_held_out: public rows of which the losses are the mean.
+        num_held_out: number of public rows over which the losses are averaged.
     """
 
     trials: tuple[Trial, ...]
@@ -156,10 +156,10 @@ class Rehearsal:
             )
         if self.best.loss >= self.loss_before:
             found.append(
-                "No rate improved on the start: the noise of these few steps hides the signal. Rehearse with more "
+                "No rate improved on the start: in so few steps, noise hides the signal. Rehearse with more "
                 "steps (--rehearsal-steps), or compare larger batches (dpllm plan RECIPE --sweep)."
             )
-        return (*found, "Each rate was trained once: rates whose losses are nearly equal may change places.")
+        return (*found, "Each rate was trained once, so rates with nearly equal losses may change places.")
 
 
 def shorten(suggested: Suggested, num_rows: int, num_steps: int | None = None) -> Shortened:
@@ -181,13 +181,13 @@ def shorten(suggested: Suggested, num_rows: int, num_steps: int | None = None) -
         num_steps = min(most, -(-wanted // bands) * bands)
     if not least <= num_steps <= most:
         raise ValueError(
-            f"--rehearsal-steps must be between {least}, one cycle of the bands, and {most}, the steps of the run, got "
-            f"{num_steps}"
+            f"--rehearsal-steps must be between {least} (one cycle of the bands) and {most} (the steps of the run), "
+            f"got {num_steps}"
         )
     batch = min(plan.expected_batch_size, num_rows // bands)
     if batch < min(_SMALLEST_BATCH, plan.expected_batch_size):
         raise DataError(
-            f"the public text has {num_rows} rows to train on, and a rehearsal with {bands} band(s) needs at least "
+            f"the public text has {num_rows} training rows, but a rehearsal with {bands} band(s) needs at least "
             f"{_SMALLEST_BATCH * bands}: give more public text (--public)"
         )
     average = dict(suggested.recipe.train["average"])
@@ -277,7 +277,7 @@ def _loss_of(
         head=recipe.model.head,
         noise_memory=recipe.noise_memory,
         average=shortened.average,
-        start_is_independent=True,  # of the public rows nothing is protected
+        start_is_independent=True,  # the public rows need no protection
     )
     trainer.remove_callback(PrinterCallback)
     try:
@@ -314,5 +314,5 @@ class Steps(TrainerCallback):
         self._moved = moved
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Call it."""
+        """Call the function."""
         self._moved(state.global_step)

@@ -1,8 +1,8 @@
 """Choose batch size, number of steps and noise: compare many ways to spend one privacy budget before paying for a run.
 
-Place in the flow: beside the plan, before a run. `dpllm.privacy.calibration` finds σ at every point of a grid, with
-independent noise or with every noise that a recipe allows, and one point is recommended. Nothing is trained, and no
-private data are read. `dpllm.planning.sweep_text` puts the result into words, `dpllm.planning.sweep_figure` draws it.
+This happens before a run. `dpllm.privacy.calibration` finds σ at every point of a grid, with independent noise or with
+every noise that a recipe allows, and one point is recommended. Nothing is trained, and no private data are read.
+`dpllm.planning.sweep_text` formats the result as text, `dpllm.planning.sweep_figure` draws it.
 
 Terms. b units are expected in a step, T steps are taken, σ keeps the run within the budget (ε, δ), C is the clip norm.
 
@@ -10,8 +10,8 @@ Terms. b units are expected in a step, T steps are taken, σ keeps the run withi
   quality of private training depends on σ/b and on T, and hardly on b and σ separately ("Scaling Laws for
   Differentially Private Language Models", arXiv:2501.18914, used to set up VaultGemma, arXiv:2510.15001).
 * *Predicted noise* (σ/b) ‖wᵀM⁻¹‖ / Σw: the standard deviation of the noise in the released weights over their response
-  to a constant gradient of norm C, with the response w of the run (`dpllm.mechanism.workload`) and the correlation M of
-  the noise. With independent noise and equal steps it is σ / (b √T).
+  to a constant gradient of norm C, with the run's response w (`dpllm.mechanism.workload`) and the noise's
+  correlation M. With independent noise and equal steps it is σ / (b √T).
 * *Cumulative signal-to-noise ratio* √T b/σ, with independent noise: the sum of T averaged gradients has T times the
   signal of one and √T times its noise. Its unit is (signal per step)/C, which is assumed to be the same at all points.
 * *Full batch* N μ: the ratio of b = N for any T, since σ is √T/μ there; μ is the distance of two unit normals that are
@@ -24,27 +24,27 @@ zero-out). Without T:
 
     (√T b/σ) / (N μ) = 1 / √(σ² (exp(1/σ²) - 1)),      d log(√T b/σ) / d log b = (1 - σ² (1 - exp(-1/σ²))) / 2.
 
-So the share of the full batch's ratio depends only on σ. If σ is small, twice the batch and half the steps need hardly
-more noise, and the ratio grows like √b. If σ is large, σ itself grows like √b, and the ratio does not grow. The
+The share of the full batch's ratio therefore depends only on σ. If σ is small, twice the batch and half the steps need
+hardly more noise, and the ratio grows like √b. If σ is large, σ itself grows like √b, and the ratio does not grow. The
 share is 90 % at σ = 1.57. The numbers of a sweep come from the accountant, not from this formula: the limit is not a
 bound, and it is inaccurate when few steps see a unit.
 
-The rule. Points of one compute are nearly the best if the best has at least 90 % of their noise. Of these, the point
-with the smallest batch, which takes the most steps, is recommended, and of several the one that keeps the fewest
+The rule. Points with one compute are nearly the best if the best has at least 90 % of their noise. Of these, the point
+with the smallest batch, which takes the most steps, is recommended, and of several the one that stores the fewest
 tensors. With r > 0, the noise √(((σ/b)² + r²) / T) is compared, where r is the root mean square of the entries of the
 averaged clipped gradient over C: T noisy steps are worth T / (1 + (σ/b)²/r²) noiseless steps. If all directions have
 the same curvature, the gain of the best step along a noisy gradient is that of the noiseless one divided by
 1 + (noise power)/(signal power) (arXiv:1812.06162, section 2.2). The bound of SGD on convex losses, proportional to
-√((signal power + noise power)/T), orders points in the same way. With r = 0, noise exceeds the signal of every step.
-The two papers on private training report that, for a given compute, larger batches pay more than more steps. This rule
-decides how large, under the assumptions in `Sweep.assumptions`. It is not a fitted law. With many bands the noise
-hardly depends on the batch: the rule then takes smaller batches and more steps.
+√((signal power + noise power)/T), orders points in the same way. With r = 0, noise exceeds the signal in every step.
+The two papers on private training report that, for a given compute, larger batches pay off more than more steps. This
+rule decides how large, under the assumptions in `Sweep.assumptions`. It is not a fitted law. With many bands, the noise
+hardly depends on the batch, so the rule takes smaller batches and more steps.
 
-Noise of a fixed order (`dpllm.mechanism.blt`) needs no sampling of units. Its points are listed with those of other
+Noise in a fixed order (`dpllm.mechanism.blt`) needs no sampling of units. Its points are listed with those of other
 correlated noise, for runs whose units cannot be sampled, and recommended only if the recipe has such noise. Its
-predicted noise may be the least of all, above all in one pass. But the one fine-tuning that was measured was about as
-good as with 16 bands (`docs/correlated_noise.md`), a resume is charged as a second release of all units, and ε under
-replace-one is larger: the user has to choose it.
+predicted noise may be the least of all, especially in a single pass. But the one fine-tuning that was measured was
+about as good as with 16 bands (`docs/correlated_noise.md`), a resume is charged as a second release of all units, and ε
+under replace-one is larger, so the user has to choose it.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ class Budget:
         Args:
             batch_size: b.
             num_steps: T.
-            noise: with all its numbers.
-            exact: calibrate as for a plan. Otherwise that is only done where a coarse grid of losses, which takes a
+            noise: the noise with all its numbers.
+            exact: calibrate as for a plan. Otherwise this is done only where a coarse grid of losses, which takes a
                 tenth of the time, leaves more than `TOLERANCE` of the target unused.
             quick: find σ to about 0.2 % on that grid everywhere, without its ε: enough to compare noises.
         """
@@ -150,7 +150,7 @@ class Budget:
         if quick:
             if math.isfinite(sigma := search(exact=False)):
                 return NoiseMultiplier(sigma)
-            order = "" if noise.is_sampled else " of a fixed order"
+            order = "" if noise.is_sampled else " in a fixed order"
             reason = f"ε = {self.target_epsilon:g} cannot be reached in {num_steps:,} steps{order}; raise it"
             return NoiseMultiplier(None, reason=reason)
         try:
@@ -176,7 +176,7 @@ class Cost:
     tokens_per_second: float | None = None
     """Measured throughput of all GPUs together."""
     flops_per_token: float | None = None
-    """For an estimate without measurement; 6 per parameter for forward and backward of a full fine-tuning."""
+    """For an estimate without measurement; 6 per parameter for forward and backward in full fine-tuning."""
     peak_flops: float | None = None
     """Peak floating-point operations per second of one GPU."""
     utilization: float | None = None
@@ -193,13 +193,11 @@ class Cost:
         estimate = (self.flops_per_token, self.peak_flops, self.utilization)
         if any(value is not None for value in estimate):
             if any(value is None for value in estimate):
-                raise ValueError(
-                    "an estimate of time needs flops_per_token, peak_flops and utilization: give all three"
-                )
+                raise ValueError("a time estimate needs flops_per_token, peak_flops and utilization: give all three")
             if self.tokens_per_second is not None:
-                raise ValueError("tokens_per_second is measured and flops_per_token estimates it: give one of the two")
+                raise ValueError("tokens_per_second measures what flops_per_token estimates: give one of the two")
         if self.tokens_per_unit is None and (self.tokens_per_second or self.flops_per_token):
-            raise ValueError("the time of a run needs tokens_per_unit: give the tokens of a unit")
+            raise ValueError("a run's time needs tokens_per_unit: give the number of tokens of a unit")
 
     def tokens(self, examples: float) -> float | None:
         """Return the tokens of this many units."""
@@ -218,7 +216,7 @@ class Cost:
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """What the time assumes, in words."""
+        """The assumptions of the time, in words."""
         if self.tokens_per_second is not None:
             return ("Time is tokens divided by the measured rate, which does not depend on b.",)
         if self.flops_per_token is None:
@@ -246,7 +244,7 @@ class SweepPoint:
     gain: float
     """‖wᵀM⁻¹‖ / Σw, by which `predicted_noise` exceeds σ/b; 1/√T with independent noise and equal steps."""
     relative: float | None = None
-    """`predicted_noise` over that of independent noise with the recipe's batch size; None without a recipe's."""
+    """`predicted_noise` over that of independent noise with the recipe's batch size; None without a recipe."""
     share_of_full_batch: float | None = None
     """`signal_to_noise` over that of full batches."""
     effective_steps: float | None = None
@@ -258,7 +256,7 @@ class SweepPoint:
     tokens: float | None
     seconds: float | None
     tensors_kept: int
-    """How many tensors of the gradient's size are kept between two steps; 0 with independent noise."""
+    """How many tensors of the gradient's size are stored between two steps; 0 with independent noise."""
     sampled: bool
     """Whether units are drawn at random. False: they are visited in a fixed order."""
     on_line: bool
@@ -269,7 +267,7 @@ class SweepPoint:
 
     @property
     def noise(self) -> str:
-        """The noise in words, for instance "8 bands, geometric γ = 0.978"."""
+        """Description of the noise, for instance "8 bands, geometric γ = 0.978"."""
         return _words(self.options)
 
     @property
@@ -299,16 +297,16 @@ class SweepPoint:
         return math.inf if ratio is None else math.hypot(ratio, gradient_rms) * self.gain
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, the computed figures beside the others."""
+        """Return plain values, including the computed figures."""
         computed = ("noise", "examples", "noise_to_batch_ratio", "signal_to_noise", "predicted_noise")
         return {**{name: getattr(self, name) for name in computed}, **dataclasses.asdict(self)}
 
 
 def recommend(points: Iterable[SweepPoint], min_steps: int = 1, gradient_rms: float = 0.0) -> SweepPoint:
-    """Return the point of the smallest batch within 10 % of the least noise; of several, the least memory.
+    """Return the point of the smallest batch within 10 % of the least noise; of several, the one with least memory.
 
     Args:
-        points: points of one compute.
+        points: points with one compute.
         min_steps: points with fewer steps are left out.
         gradient_rms: r.
 
@@ -318,7 +316,7 @@ def recommend(points: Iterable[SweepPoint], min_steps: int = 1, gradient_rms: fl
     usable = sorted(_usable(points, min_steps), key=lambda point: (point.expected_batch_size, point.tensors_kept))
     if not usable:
         raise ValueError(
-            f"no point of this compute both reaches the target and takes at least min_steps={min_steps} steps. "
+            f"no point with this compute reaches the target in at least min_steps={min_steps} steps. "
             "Add smaller batches to the grid, raise the compute, or lower min_steps"
         )
     return usable[nearly_least([point.noise_over_signal(gradient_rms) for point in usable], 1 / NEARLY_BEST)]
@@ -343,7 +341,7 @@ class WhatIf:
 class Sweep:
     """Points of one privacy budget, one of which is recommended. Made by `sweep`.
 
-    Points with independent noise alone come by batch size and steps; with correlated noise, the least noise first.
+    Points with independent noise alone are ordered by batch size and steps; with correlated noise, by noise.
     """
 
     budget: Budget
@@ -355,19 +353,19 @@ class Sweep:
     gradient_rms: float
     """r; 0 when unknown."""
     points: tuple[SweepPoint, ...]
-    """The grid, and the points of the line of compute K that are not in it."""
+    """The grid, and the points on the line of compute K that are not in it."""
     cost: Cost
     what_if: tuple[WhatIf, ...]
-    """Empty where noises are compared."""
+    """Empty if noises are compared."""
 
     @property
     def correlated(self) -> bool:
-        """Whether noises are compared, and not independent noise alone."""
+        """Whether several noises are compared, not independent noise alone."""
         return any(point.tensors_kept for point in self.points)
 
     @property
     def line(self) -> tuple[SweepPoint, ...]:
-        """The points of compute K."""
+        """The points with compute K."""
         return tuple(point for point in self.points if point.on_line)
 
     @property
@@ -382,12 +380,12 @@ class Sweep:
 
     @property
     def recommended_independent(self) -> SweepPoint:
-        """The point that the same rule takes if only independent noise is allowed."""
+        """The point that the same rule selects if only independent noise is allowed."""
         return recommend([point for point in self.independent if point.on_line], self.min_steps, self.gradient_rms)
 
     @property
     def recommended_without_sampling(self) -> SweepPoint | None:
-        """The point that the same rule takes for units that cannot be sampled; None if none reaches the target."""
+        """The point that the same rule selects for units that cannot be sampled; None if none reaches the target."""
         points = _usable((point for point in self.line if not point.sampled), self.min_steps)
         return recommend(points) if points else None
 
@@ -398,8 +396,8 @@ class Sweep:
         if self.correlated:
             return (
                 f"Of the points {'with sampled units' if chosen.sampled else 'in a fixed order'} within 10 % of the "
-                "least predicted noise it has the smallest batch and the most steps, and of these it keeps the fewest "
-                "tensors."
+                "least predicted noise, it has the smallest batch and the most steps, and among those it stores the "
+                "fewest tensors."
             )
         usable = _usable(self.line, self.min_steps)
         measure = "√(effective steps)" if self.gradient_rms else "cumulative signal-to-noise ratio"
@@ -407,61 +405,61 @@ class Sweep:
         ways = f"split in {len(usable)} ways{least}"
         words = [f"The compute is {self.compute_name}: {self.compute:,} examples, {ways}."]
         if len(usable) == 1:
-            return f"{words[0]} No other point is within the budget and the requested limits."
+            return f"{words[0]} No other point meets the budget and the requested limits."
         best = min(usable, key=lambda point: point.noise_over_signal(self.gradient_rms))
         if chosen is best:
             words.append(f"This one has the highest {measure}, and no smaller batch comes within 10 % of it.")
         else:
             share = best.noise_over_signal(self.gradient_rms) / chosen.noise_over_signal(self.gradient_rms)
             words.append(
-                f"This one has {share:.0%} of the highest {measure} (that of batches of {best.expected_batch_size:,}) "
-                f"and takes {chosen.num_steps / best.num_steps:.3g} times as many steps."
+                f"This one has {share:.0%} of the highest {measure} (reached with batches of "
+                f"{best.expected_batch_size:,}) and takes {chosen.num_steps / best.num_steps:.3g} times as many steps."
             )
         if chosen.expected_batch_size == usable[-1].expected_batch_size:
             words.append(
-                "It has the largest batch of them, so larger ones may do better, if the model can be trained in fewer "
+                "It has the largest of the batches, so larger ones may do better if the model can be trained in fewer "
                 f"than {chosen.num_steps:,} steps."
             )
         elif chosen is usable[0]:
-            words.append("It has the smallest batch of them, so smaller ones may be as good.")
+            words.append("It has the smallest of the batches, so smaller ones may be as good.")
         return " ".join(words)
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """What has to hold for the recommendation, in words."""
+        """The assumptions of the recommendation, in words."""
         if self.correlated:
             return (
-                f"All points expect {self.compute:,} units in all steps.",
+                f"All points expect {self.compute:,} units in total.",
                 "The weights respond to the noise as to the gradient: linearly, through momentum, schedule and "
-                "averaging. Curvature is left out.",
+                "averaging. Curvature is ignored.",
                 "The learning rate is tuned again for each point.",
-                "σ is for batches without a bound, to 0.2 %; the plan of a run is exact.",
+                "σ is for unbounded batches, accurate to 0.2 %; the plan of a run is exact.",
             )
         signal = (
             f"The entries of the averaged clipped gradient have a root mean square of {self.gradient_rms:.3g} clip "
             "norms at all points, and all directions have the same curvature."
             if self.gradient_rms
-            else "Noise exceeds signal in every step, so that steps add up and the optimizer needs few of them. "
-            "Very large batches violate this first: the smallest sufficient number of steps (min_steps), or the size "
-            "of the gradient (gradient_rms), can be measured on public data and given."
+            else "Noise exceeds signal in every step, so steps add up and the optimizer needs few of them. "
+            "Very large batches violate this first. The smallest sufficient number of steps (min_steps) or the size "
+            "of the gradient (gradient_rms) can be measured on public data and passed."
         )
         epochs = self.recommended.epochs
         texts = (
-            "Every step brings the same signal for all b and T: the learning rate is tuned again for each point.",
+            "Every step has the same signal for all b and T: the learning rate is tuned again for each point.",
             signal,
             "The noise added for privacy exceeds the sampling noise of the gradient (arXiv:2501.18914 also assumes "
             "this).",
             f"Repeated data teach as much as new data: the recommended point takes {epochs:.3g} epochs.",
             "σ is for plain Poisson sampling. The plan of a run bounds the batch (B_max) such that this costs less "
-            "than 1e-3 in ε, and calibrates σ with it.",
+            "than 1e-3 in ε, and calibrates σ accordingly.",
             "At the points that are not recommended, up to 1 % of ε is unused, so σ may be slightly larger than "
             "needed.",
-            "The budget is spent on one run. Tuning on the private data costs more.",
+            "The whole budget is spent on one run. Tuning on the private data costs more.",
         )
         return texts + self.cost.assumptions
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain values that JSON can hold."""
+        """Return everything as plain values that JSON can represent."""
         values, fixed = dataclasses.asdict(self), self.recommended_without_sampling
         return {
             **values.pop("budget"),
@@ -512,15 +510,15 @@ def sweep(
     """Calibrate σ for batch sizes, steps and noises, and recommend a point.
 
     Guarantee: with independent noise, `accounting.epsilon` of every point with its σ, without truncation, is at most
-    the target. At most 1 % of the target is left, at the recommended point less than 0.1 %. Where noises are compared,
-    σ is found to about 0.2 %, without a guarantee: the plan of a run is exact.
+    the target. At most 1 % of the target is unused, at the recommended point less than 0.1 %. Where noises are
+    compared, σ is found to about 0.2 %, without a guarantee: the plan of a run is exact.
 
     Args:
         target_epsilon: the ε that a run may cost.
         delta: δ, below 1/N.
         num_units: N, public.
         expected_batch_sizes: values of b, at most N each.
-        step_counts: values of T. None: only points of the line, those with fewer than ``min_steps`` left out.
+        step_counts: values of T. None: only points on the line, without those with fewer than ``min_steps`` steps.
         adjacency: "zero-out" or "replace-one".
         compute: K = b T of the recommendation: "centre" of the grid, "max" for the grid's largest, or a number of
             examples. For each batch size the line has T = K/b, or a T of the grid that is within 5 % of it.
@@ -528,11 +526,11 @@ def sweep(
         gradient_rms: r, ‖mean clipped gradient‖ / (C √parameters), measured on public data; 0 when unknown.
         cost: compute cost of a unit, for tokens and time.
         noise: the noise of the recipe. If it is correlated, its candidates are compared with each other, with
-            independent noise, and with the noise of a fixed order. If it is that of a fixed order, only such points
-            are recommended, else none.
+            independent noise, and with noise in a fixed order. If it is noise in a fixed order, only such points
+            are recommended, otherwise none of them.
         workload_of: a function from T to the workload of a run of T steps; correlated noise needs it. None: equal
             steps, whose sum is released.
-        expected_batch_size: b of the recipe, to whose independent noise the points are compared.
+        expected_batch_size: b of the recipe, with whose independent noise the points are compared.
 
     Raises:
         ValueError: a number is out of range, a grid is empty, or no point can be recommended.
@@ -552,7 +550,7 @@ def sweep(
         raise ValueError(f"gradient_rms must be at least 0 and finite, got {gradient_rms}")
     correlated = noise.tensors_kept > 0
     if correlated and (gradient_rms or workload_of is None):
-        raise ValueError("correlated noise is compared by workload_of, and gradient_rms must be 0: give the first only")
+        raise ValueError("correlated noise needs workload_of and gradient_rms=0: pass workload_of only")
     batches, steps = sorted(set(sizes)), sorted(set(step_counts or ()))
     examples, compute_name = _compute(compute, batches, steps)
     if expected_batch_size is not None and examples < min_steps * expected_batch_size:
@@ -618,12 +616,12 @@ def sweep(
 
 
 def _compared(points: Sequence[SweepPoint], size: int) -> list[SweepPoint]:
-    """Return the points relative to that with independent noise and the recipe's batch size."""
+    """Return the points relative to the one with independent noise and the recipe's batch size."""
     (plain,) = (one for one in points if one.on_line and one.expected_batch_size == size and not one.tensors_kept)
     least = plain.noise_over_signal()
     if math.isinf(least):
         raise ValueError(
-            f"the target cannot be reached with b={size} in {plain.num_steps} steps and independent noise. Take fewer "
+            f"the target cannot be reached with b={size} in {plain.num_steps} steps of independent noise. Take fewer "
             "steps, or a smaller batch"
         )
     return [
@@ -633,7 +631,7 @@ def _compared(points: Sequence[SweepPoint], size: int) -> list[SweepPoint]:
 
 
 def _candidates(noise: Noise, draw: Draw, workload: Workload | None) -> list[Noise]:
-    """Return independent noise, the recipe's candidates that fit into the groups of this batch, and a fixed order's."""
+    """Return independent noise, the recipe's candidates that fit into this batch's groups, and fixed-order noise."""
     if not noise.tensors_kept or workload is None:
         return [_INDEPENDENT]
     try:
@@ -668,10 +666,10 @@ def equal_compute(points: Iterable[SweepPoint]) -> list[tuple[SweepPoint, ...]]:
 
 
 def _check_counts(num_units: int | None, name: str, values: Sequence[int]) -> None:
-    """Refuse numbers of a grid that are no whole numbers from 1 on, or above N.
+    """Refuse numbers of a grid that are not whole numbers from 1 on, or exceed N.
 
     Raises:
-        ValueError: with the name of the option.
+        ValueError: a number is refused; the message names the option.
     """
     if not values:
         raise ValueError(f"the grid has no {name}: give at least one")
@@ -680,8 +678,8 @@ def _check_counts(num_units: int | None, name: str, values: Sequence[int]) -> No
             raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
         if num_units is not None and value > num_units:
             raise ValueError(
-                f"{name}={value} exceeds the number of units, {num_units}: a unit enters a step at most once. "
-                f"Take {num_units} or fewer"
+                f"{name}={value} exceeds the number of units, {num_units}, but a unit enters a step at most once. "
+                f"Use {num_units} or fewer"
             )
 
 
@@ -692,14 +690,14 @@ def _compute(compute: str | int, batches: Sequence[int], steps: Sequence[int]) -
         return batches[-1] * steps[-1], "the largest of the grid"
     if not isinstance(compute, int) or isinstance(compute, bool) or compute < 1:
         raise ValueError(
-            f'compute must be "centre", "max" or a positive number of examples, got {compute!r}; without step_counts, '
-            "a number"
+            f'compute must be "centre", "max" or a positive number of examples (a number if there are no step_counts), '
+            f"got {compute!r}"
         )
     return compute, "the requested one"
 
 
 def _line(examples: int, batches: Sequence[int], steps: Sequence[int], min_steps: int) -> list[tuple[int, int]]:
-    """Return (b, T) of the given compute, with a T of the grid if one nearly fits."""
+    """Return (b, T) for the given compute, with a T of the grid if one nearly fits."""
     line = []
     for b in batches:
         t = min(steps or [examples // b], key=lambda t: abs(b * t / examples - 1))
@@ -708,7 +706,7 @@ def _line(examples: int, batches: Sequence[int], steps: Sequence[int], min_steps
         if t >= (1 if steps else min_steps):
             line.append((b, t))
     if not line:
-        raise ValueError(f"{examples} examples are less than one step of the smallest batch, {batches[0]}. Raise it")
+        raise ValueError(f"{examples} examples are less than one step of the smallest batch, {batches[0]}: raise it")
     return line
 
 

@@ -1,6 +1,6 @@
-"""The picture of a sweep: noise over batch size, and signal-to-noise for each amount of compute.
+"""Draw a sweep: noise over batch size, and signal-to-noise for each amount of compute.
 
-Place in the flow: after `dpllm.planning.sweep`. Only planned numbers are drawn, no private data.
+Only planned numbers are drawn, no private data.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def draw_sweep(sweep: Sweep) -> Figure:
     """Return a figure of two panels over the batch size, all axes logarithmic, with the recommended point marked.
 
     Left: noise-to-batch ratio, with a line for each number of steps that the grid has for several batch sizes; dashes
-    join points of one compute. Right: cumulative signal-to-noise ratio along each compute, as a share of that of full
+    join points with one compute. Right: cumulative signal-to-noise ratio along each compute, as a share of that of full
     batches; the compute of the recommendation is bold, and its points show their steps.
     """
     import matplotlib
@@ -62,7 +62,7 @@ def _draw_noise(panel: Axes, sweep: Sweep, computes: list[tuple[SweepPoint, ...]
     for point in sweep.points:
         if point.noise_multiplier is not None:
             rows.setdefault(point.num_steps, []).append(point)
-    # A number of steps that only the line of the recommendation has is a point there, no line of its own.
+    # A number of steps that only the line of the recommendation has is a point there, not a line.
     drawn = {steps: points for steps, points in sorted(rows.items()) if len(points) > 1 or not points[0].on_line}
     for color, (steps, row) in zip(_shades(len(drawn)), drawn.items(), strict=True):
         x, y = _xy(row, "noise_to_batch_ratio")
@@ -126,7 +126,7 @@ def _xy(points: list[SweepPoint] | tuple[SweepPoint, ...], name: str) -> tuple[l
 
 
 def _beside(right: int, up: int, align: str = "left") -> dict[str, Any]:
-    """Return keywords that put a note beside a point, offsets in points of type."""
+    """Return keywords that place a note next to a point, with offsets in points of type."""
     return {"textcoords": "offset points", "xytext": (right, up), "ha": align, "fontsize": 8}
 
 

@@ -1,6 +1,6 @@
-"""A sweep for people: rows of a table, and the recommendation in words.
+"""Format a sweep for people: rows of a table, and the recommendation in words.
 
-Place in the flow: after `dpllm.planning.sweep`; nothing is computed here. Printed values of ε and σ are rounded up.
+Printed values of ε and σ are rounded up.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ MARK = "→"
 """Marks the recommended row."""
 
 SHOWN = 12
-"""Rows of compared noises, beside those with independent noise and those without sampling."""
+"""Rows of compared noises, in addition to those with independent noise and those without sampling."""
 
 
 def sweep_rows(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
     """Return the header and rows of text; columns that are empty for all points are left out.
 
-    With independent noise alone there is a row for each point. Where noises are compared, the rows are those of the
-    least noise, the recommended point, and all points with independent noise or a fixed order; they have their rank.
+    With independent noise alone there is a row for each point. Where noises are compared, the rows are those with the
+    least noise, the recommended point, and all points with independent noise or a fixed order, with their ranks.
     The first column holds `MARK` at the recommended point, and "·" at the others of its compute if there is a grid.
     """
     alone, first = not sweep.correlated, sweep.points[0]
@@ -69,7 +69,7 @@ def sweep_rows(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
 def recommendation_text(sweep: Sweep) -> str:
     """Return the recommendation as short paragraphs: the point, its reason, its noise, and its assumptions.
 
-    Where noises are compared, it names the point with independent noise, and the one without sampling, too.
+    Where noises are compared, it also names the point with independent noise and the one without sampling.
     """
     paragraphs = [
         *(_noise_compared(sweep) if sweep.correlated else _noise_alone(sweep)),
@@ -106,9 +106,9 @@ def _noise_alone(sweep: Sweep) -> list[str]:
         f"σ = {up_significant(point.noise_multiplier)} keeps ε at {format_epsilon(point.epsilon)} for "
         f"δ = {format_delta(sweep.budget.delta)}, {sweep.budget.adjacency} adjacency.",
         f"Why: {sweep.reason}",
-        f"The noise on the averaged gradient is {point.noise_to_batch_ratio:.3g} clip norms in every entry. All steps "
-        f"together reach {100 * point.share_of_full_batch:.3g} % of the signal-to-noise ratio that full batches "
-        f"would reach with this budget and these data. Changes of that noise: {'; '.join(changes)}.",
+        f"The noise on the averaged gradient is {point.noise_to_batch_ratio:.3g} clip norms per entry. All steps "
+        f"together reach {100 * point.share_of_full_batch:.3g} % of the signal-to-noise ratio of full batches "
+        f"with the same budget and data. Changes of that noise: {'; '.join(changes)}.",
     ]
 
 
@@ -116,22 +116,22 @@ def _noise_compared(sweep: Sweep) -> list[str]:
     chosen, plain, fixed = sweep.recommended, sweep.recommended_independent, sweep.recommended_without_sampling
     texts = [
         f"Recommended: {_size(chosen)} with privacy.noise={_override(chosen.options)}. The predicted noise is "
-        f"{chosen.relative:.3f} of that of the recipe's batch size with independent noise.",
+        f"{chosen.relative:.3f} times that of the recipe's batch size with independent noise.",
         f"With independent noise: {_size(plain)}, predicted noise {plain.relative:.3f}.",
     ]
     if chosen.sampled and fixed is not None:
         texts.append(
             f"Without sampling: {_size(fixed)} in a fixed order with privacy.noise={_override(fixed.options)}, "
-            f"predicted noise {fixed.relative:.3f}. It is for units that cannot be sampled, and recommended only if "
-            "the recipe has noise=blt: the one fine-tuning that was measured was about as good as with 16 bands, a "
+            f"predicted noise {fixed.relative:.3f}. This is for units that cannot be sampled, and recommended only if "
+            "the recipe has noise=blt. The one fine-tuning that was measured was about as good as with 16 bands, but a "
             "resume is charged as a second release of all units, and ε under replace-one is larger."
         )
-    compared = f"{len(sweep.points)} points were compared; --json has all of them."
+    compared = f"{len(sweep.points)} points were compared; --json lists all of them."
     return [*texts, f"Why: {sweep.reason} {compared}"]
 
 
 def _override(options: dict[str, Any] | str) -> str:
-    """Return the noise as an override of a recipe; the plan of the run finds the same numbers of the strategy."""
+    """Return the noise as an override of a recipe; the run's plan finds the same numbers of the strategy."""
     if isinstance(options, str):
         return options
     named = [f"{name}: {options[name]}" for name in ("kind", "bands", "strategy", "buffers") if name in options]

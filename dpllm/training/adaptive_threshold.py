@@ -1,8 +1,7 @@
-"""The threshold of a clipping that adapts: its statistic in each step, its update, and its record in the ledger.
+"""Adapt the clipping threshold: its statistic in each step, its update, and its record in the ledger.
 
-Place in the flow: beside `dpllm.training.step`. The statistic of a step is summed over units and processes, gets its
-noise from the same stream as the gradients, and moves the threshold of the next step. Other clippings have no
-statistic; for them nothing happens here.
+The statistic of a step is summed over units and processes, gets its noise from the same stream as the gradients, and
+sets the threshold of the next step. Other clippings have no statistic; for them nothing happens here.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ from dpllm.mechanism.parts import AdaptiveClipping, NoiseStream
 from dpllm.privacy.plan import PrivacyPlan
 
 STATISTIC = "the statistic of the clipping"
-"""The name under which a noise stream knows the statistic, beside the names of parameters."""
+"""The name of the statistic in a noise stream, next to the names of parameters."""
 
 _DIGITS = 6
-"""Decimal digits of a noisy statistic. A count is a multiple of ½; the last bits of float64 noise on it, which is not
-exactly Gaussian, could show which one (Mironov 2012)."""
+"""Decimal digits of a noisy statistic. A count is a multiple of ½; the last bits of its float64 noise, which is not
+exactly Gaussian, could reveal which one (Mironov 2012)."""
 
 
 class StepStatistic:
     """The statistic of one step, and the new threshold from it.
 
-    Guarantee: the threshold is the same for all units of the step. The sum gets noise once, by one process, before it
-    is used, and it is used only in the update, which divides by the plan's expected batch size.
+    Guarantee: the threshold is the same for all units of the step. One process adds noise to the sum once, before it
+    is used, and only the update uses it, divided by the plan's expected batch size.
 
     Args:
         clipper: attached to the model; its clipping is replaced when the step is complete.
@@ -36,7 +35,7 @@ class StepStatistic:
     """
 
     def __init__(self, clipper: UnitClipper, plan: PrivacyPlan, noise: NoiseStream) -> None:
-        """Begin without a unit."""
+        """Begin without units."""
         self._clipper, self._plan, self._noise = clipper, plan, noise
         self._clipping = clipper.clipping if isinstance(clipper.clipping, AdaptiveClipping) else None
         self._sum: Tensor | None = None
@@ -52,7 +51,7 @@ class StepStatistic:
             self._sum = share if self._sum is None else self._sum + share
 
     def finish(self, processes: Processes) -> None:
-        """Add the noise, sum over the processes, and move the clipper's threshold; all processes call it together.
+        """Add the noise, sum over the processes, and set the clipper's threshold; all processes call it together.
 
         Args:
             processes: all processes.
@@ -70,18 +69,18 @@ class StepStatistic:
         if len(set(thresholds)) > 1:
             raise DisagreementError(
                 f"The processes clip to different thresholds ({told_by_rank(thresholds)}), so a unit's gradient would "
-                "depend on the process to which it is assigned. Use the same machines and package versions for all of "
-                "them, leave the clipper's threshold alone, and resume from a checkpoint"
+                "depend on the process that computes it. Use the same machines and package versions on all of "
+                "them, do not write to the clipper's threshold, and resume from a checkpoint"
             )
         noisy = round(sum(one for one, _ in everywhere), _DIGITS)
         self._clipper.clipping = self._clipping.updated(noisy, self._plan.expected_batch_size)
 
 
 class Threshold:
-    """The threshold of a run's next step. The ledger reads it; the run's steps move it, and nothing else.
+    """The threshold of a run's next step. The ledger reads it; only the run's steps change it.
 
-    Guarantee: after the first value, it takes only values that a step's noisy statistic gave to its clipper. Whoever
-    has this object can follow a clipper with it, so a ledger hands it over once
+    Guarantee: after the first value, it takes only values that a step's noisy statistic set in its clipper. Whoever
+    has this object can copy a clipper's threshold into it, so a ledger hands it over once
     (`dpllm.training.shared_ledger.SharedLedger.hand_over_threshold`).
 
     Args:
@@ -98,11 +97,11 @@ class Threshold:
         return self._value
 
     def give_to(self, clipper: UnitClipper, plan: PrivacyPlan) -> None:
-        """Give the clipper the threshold with which the step is charged; a resume continues with the last one."""
+        """Set the clipper's threshold to the one with which the step is charged; a resume continues with the last."""
         if isinstance(plan.mechanism.clipping, AdaptiveClipping) and self._value is not None:
             clipper.clipping = plan.mechanism.clipping.at(self._value)
 
     def follow(self, clipper: UnitClipper) -> None:
-        """Take the threshold that the step's noisy statistic gave to the clipper (`StepStatistic.finish`)."""
+        """Copy the threshold that the step's noisy statistic set in the clipper (`StepStatistic.finish`)."""
         if isinstance(clipper.clipping, AdaptiveClipping):
             self._value = clipper.clipping.threshold

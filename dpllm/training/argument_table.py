@@ -1,10 +1,10 @@
 """Every option of ``TrainingArguments``: it works, it is ignored for a reason, or it is refused before data are read.
 
-Place in the flow: asked by `dpllm.training.arguments` before anything else. `python -m dpllm.training.argument_table`
+`dpllm.training.arguments` consults it before anything else. `python -m dpllm.training.argument_table`
 prints docs/training_arguments.md; a test compares the file with the table, and the table with the installed class.
 
-An option that is in no table may do anything, so it is refused unless it has its default: one of a later release of
-transformers, or of a subclass of ``TrainingArguments``. A trainer that reads options of such a subclass adds a table.
+An option that is in no table, of a later release of transformers or of a subclass of ``TrainingArguments``, may have
+any effect, so it is refused unless it has its default. A trainer that reads options of such a subclass adds a table.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Argument:
 
     Attributes:
         kind: `WORKS`, `IGNORED` or `REFUSED`.
-        reason: why it is ignored or refused, as a clause; of an option that works, its meaning in private training
-            where it is not that of ``Trainer``.
-        allowed: the values of a refused option that leave it off.
+        reason: why it is ignored or refused, as a clause; for an option that works, its meaning in private training
+            where that differs from ``Trainer``.
+        allowed: the values of a refused option that switch it off.
     """
 
     kind: str
@@ -244,14 +244,14 @@ def unlisted(kind: type, table: Mapping[str, Argument] = ARGUMENTS) -> list[str]
 
 
 def refuse_by_table(args: Any, table: Mapping[str, Argument] = ARGUMENTS) -> None:
-    """Refuse the options that the table refuses, and those that it does not have and that differ from their default.
+    """Refuse the options that the table refuses, and options that it lacks and that differ from their default.
 
     Args:
         args: ``TrainingArguments``, or a subclass.
-        table: the options that the trainer knows.
+        table: the options that the trainer supports.
 
     Raises:
-        ConfigError: an option in conflict with the guarantee, or one whose effect is not known.
+        ConfigError: an option conflicts with the guarantee, or its effect is unknown.
     """
     for name, entry in table.items():
         if entry.kind == REFUSED and hasattr(args, name):
@@ -262,12 +262,12 @@ def refuse_by_table(args: Any, table: Mapping[str, Argument] = ARGUMENTS) -> Non
         if not _is_default(args, name):
             raise ConfigError(
                 f"train.{name}={shown(getattr(args, name))} is an option of {type(args).__name__} that this trainer "
-                "does not know, so its effect on the guarantee is not known. Leave it out"
+                "does not support, so its effect on the guarantee is unknown. Leave it out"
             )
 
 
 def _is_default(args: Any, name: str) -> bool:
-    """Whether an option has its default, also where the class replaces the declared one by another value."""
+    """Return whether an option has its default, also where the class replaces the declared one by another value."""
     field = next(one for one in dataclasses.fields(args) if one.name == name)
     value, default = getattr(args, name), field.default
     if field.default_factory is not dataclasses.MISSING:
@@ -276,7 +276,7 @@ def _is_default(args: Any, name: str) -> bool:
         return bool(value == default)
     try:
         return bool(value == getattr(type(args)(output_dir=args.output_dir, use_cpu=args.use_cpu), name))
-    except (TypeError, ValueError):  # a class of one's own, with arguments that have no default
+    except (TypeError, ValueError):  # a user's class, with arguments that have no default
         return False
 
 

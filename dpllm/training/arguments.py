@@ -1,6 +1,6 @@
-"""Training arguments: strict reading of a recipe's ``train`` section, and refusal of options that break privacy.
+"""Read a recipe's ``train`` section strictly into training arguments, and refuse options that break privacy.
 
-Settings that are no arguments are refused too: an accelerate configuration sets environment variables, which
+Settings that are not arguments are refused too: an accelerate configuration sets environment variables, which
 TrainingArguments do not contain.
 """
 
@@ -109,13 +109,13 @@ _REFUSED_OPTIMIZERS = ("lomo", "adalomo", "layerwise")
 
 
 def training_arguments(section: Mapping[str, Any]) -> TrainingArguments:
-    """Make `TrainingArguments` of a recipe's ``train`` section; dpllm's own names (`OWN`) are checked and left out.
+    """Make `TrainingArguments` from a recipe's ``train`` section; dpllm's own names (`OWN`) are checked and removed.
 
-    With ``trainer`` they are of TRL's configuration.
+    With ``trainer`` they are arguments of TRL's configuration.
 
     Raises:
-        ConfigError: an unknown name, with the nearest known one, a value that TrainingArguments refuses, or DeepSpeed
-            is asked for and not installed.
+        ConfigError: an unknown name (the message has the nearest known one), a value that TrainingArguments refuses, or
+            DeepSpeed is requested but not installed.
 
     >>> training_arguments({"output_dir": "out", "max_step": 3})
     Traceback (most recent call last):
@@ -140,7 +140,7 @@ def training_arguments(section: Mapping[str, Any]) -> TrainingArguments:
 
 
 def check_optimizer(args: TrainingArguments) -> None:
-    """Build the optimizer and the schedule of the arguments once, over a single number, and drop them.
+    """Build the optimizer and the schedule of the arguments once, for a single number, and drop them.
 
     The classes themselves check their options; without this call a mistake would be found only after the model was
     loaded and the run had begun.
@@ -201,8 +201,8 @@ def private_arguments(args: TrainingArguments, table: Mapping[str, Argument] = A
     private training needs (`dpllm.engines.private_config`).
 
     Args:
-        args: of the private training.
-        table: the options that the trainer knows.
+        args: arguments of the private training.
+        table: the options that the trainer supports.
 
     Raises:
         ConfigError: a value out of range, or an option in conflict with the guarantee.
@@ -228,8 +228,8 @@ def refuse_changed(args: TrainingArguments, table: Mapping[str, Argument] = ARGU
     """Refuse options that were set after `private_arguments` made these arguments.
 
     Args:
-        args: of the private training.
-        table: the options that the trainer knows.
+        args: arguments of the private training.
+        table: the options that the trainer supports.
 
     Raises:
         ConfigError: as `refuse_options`; or ``max_grad_norm`` was set.
@@ -247,7 +247,7 @@ def refuse_changed(args: TrainingArguments, table: Mapping[str, Argument] = ARGU
 def checked_arguments(
     args: TrainingArguments, own_optimizer: bool, table: Mapping[str, Argument] = ARGUMENTS
 ) -> TrainingArguments:
-    """Do as `private_arguments`, after building the optimizer, unless the caller passes one (``own_optimizer``)."""
+    """Check as `private_arguments` does, after building the optimizer unless the caller passes one."""
     private = private_arguments(args, table)
     refuse_unusable(private, own_optimizer)
     if not own_optimizer:
@@ -259,8 +259,8 @@ def refuse_options(args: TrainingArguments, table: Mapping[str, Argument] = ARGU
     """Refuse the options that cannot be kept private on any machine.
 
     Args:
-        args: of the private training.
-        table: the options that the trainer knows.
+        args: arguments of the private training.
+        table: the options that the trainer supports.
 
     Raises:
         ConfigError: a value out of range, or an option in conflict with the guarantee.
@@ -327,7 +327,7 @@ def read_privacy(privacy: Any) -> PrivacyConfig:
     """Return the privacy guarantee of a Trainer, from an object or from the keys of a recipe's section ``privacy``.
 
     Raises:
-        ConfigError: there is none, or it is of another kind; a key is unknown, missing or unusable.
+        ConfigError: it is missing or has the wrong type; or a key is unknown, missing or unusable.
     """
     if isinstance(privacy, PrivacyConfig):
         return privacy
@@ -344,7 +344,7 @@ def require_arguments(args: Any) -> TrainingArguments:
     """Return the arguments of a Trainer.
 
     Raises:
-        ConfigError: there are none, or they are of another kind.
+        ConfigError: they are missing or have the wrong type.
     """
     if isinstance(args, TrainingArguments):
         return args
@@ -356,7 +356,7 @@ def require_arguments(args: Any) -> TrainingArguments:
 
 
 class Unknown(TypedDict, total=False):
-    """Arguments of other Trainers, and of earlier releases, that `DPTrainer` answers with a remedy."""
+    """Arguments of other Trainers, and of earlier releases, for which `DPTrainer` raises an error with a remedy."""
 
     tokenizer: Never
     formatting_func: Never
@@ -374,12 +374,12 @@ _REMEDIES = {
 
 
 def refuse_unknown(given: Iterable[str], trainer: type, args: Any) -> None:
-    """Refuse arguments that a Trainer does not have, and say where each belongs.
+    """Refuse arguments that a Trainer does not have, and name where each belongs.
 
     Args:
         given: their names.
         trainer: the class that was called.
-        args: of the training, or None.
+        args: arguments of the training, or None.
 
     Raises:
         TypeError: there is one.
@@ -396,10 +396,10 @@ def refuse_unknown(given: Iterable[str], trainer: type, args: Any) -> None:
 
 
 def require_functions(**given: Any) -> None:
-    """Check the arguments of a Trainer that it calls, before any of them is called.
+    """Check that functions passed to a Trainer can be called, before any of them is.
 
     Args:
-        given: by name; None: not given.
+        given: functions by name; None: not given.
 
     Raises:
         ConfigError: one cannot be called.

@@ -1,6 +1,6 @@
-"""A model attached to a run: its engine, its norms and its checks, from `PrivateRun.attach` to the end.
+"""Attach a model to a run: create its engine, norms and checks, which live until the end of the run.
 
-Place in the flow: under `dpllm.training.run`, which uses the parts. All are created together and removed together.
+`dpllm.training.run` uses the parts. All are created together and removed together.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class RunOptions:
 
     Attributes:
         norm_method: method of computing norms; None: the cheapest for each layer.
-        start_is_independent: declares that starting weights and adapters hold nothing of the private rows, where this
-            is in doubt (`dpllm.models.starting_point`). The declaration becomes a fact of the report, and what would
-            be refused becomes an open point.
+        start_is_independent: declares that starting weights and adapters are independent of the private rows, where
+            this is in doubt (`dpllm.models.starting_point`). The declaration becomes a fact of the report, and an open
+            point replaces the refusal.
         gradients: how the gradients of units are computed (`dpllm.config.privacy_section.PrivacyConfig`).
         compile: arguments of `dpllm.GhostClipper.compile`, which compiles the model's blocks after the checks of the
             first step; None: nothing is compiled.
@@ -69,7 +69,7 @@ class RunOptions:
 
 @dataclass(kw_only=True)
 class Attached:
-    """The parts that exist while a model is attached, a value without behaviour.
+    """The parts that exist while a model is attached; plain data.
 
     `attach` makes them, and `dpllm.PrivateRun` uses and removes them.
 
@@ -82,11 +82,12 @@ class Attached:
         watch: watch over weights and buffers.
         weights: initial and final weights of the run.
         rates: record of the learning rates.
-        is_noted: whether it is recorded that the run trains this model.
+        is_noted: whether it was recorded that the run trains this model.
         averaging: average of the weights; None: the weights after the last step are released.
         reach_checked: whether it was checked that losses reach every trained parameter.
-        tell: tells the number of each step to an optimizer that knows the noise; None: it does not.
-        compile: arguments of `GhostClipper.compile` until the blocks are compiled; None: they are, or shall not be.
+        tell: passes the number of each step to an optimizer that knows the noise; None: the optimizer does not.
+        compile: arguments of `GhostClipper.compile` until the blocks are compiled; None: already compiled, or not
+            requested.
     """
 
     model: Any
@@ -127,7 +128,7 @@ def attach(
         rows: rows of the run.
         ledger: ledger of the run; open points about the starting weights are noted there.
         processes: processes of the run.
-        before: the weights of the model that was attached to this run before.
+        before: weights of the model that was previously attached to this run.
         options: options of the run.
         averaging: as for `dpllm.PrivateRun.attach`.
         loss_of: as for `dpllm.PrivateRun.attach`.
@@ -135,11 +136,11 @@ def attach(
 
     Raises:
         EngineError, GhostError, DisagreementError, WatchError, ConfigError: see `dpllm.PrivateRun.attach`.
-        ValueError: the model has more trained parameters than the noise has an accounting for.
+        ValueError: the model has more trained parameters than the noise accounting supports.
     """
     if not callable(getattr(optimizer, "step", None)):
         raise ConfigError(
-            f"The optimizer is of the type {type(optimizer).__name__}. Pass the optimizer of the model, prepared in "
+            f"The optimizer is of type {type(optimizer).__name__}. Pass the optimizer of the model, prepared in "
             "the same way: attach(model, optimizer)"
         )
     inside = model_inside(model)
@@ -160,7 +161,7 @@ def attach(
             raise no_totals(type(engine).__name__)
         _refuse_automatic_size(rows, engine)
         gradients = chosen(options.gradients, inside, rows, loss_of, processes)
-        refuse_clipped(inside.modules())  # now, before a draw is charged
+        refuse_clipped(inside.modules())  # before a draw is charged
         clipper = clipper_for(gradients, inside, plan.mechanism.clipping, options.norm_method)
         call_in_lockstep(clipper, engine)
         undo.callback(clipper.remove)
@@ -230,17 +231,17 @@ def _attach_average(
 
 
 def _refuse_automatic_size(rows: TrainingRows, engine: Engine) -> None:
-    """Refuse to search for the size of a microbatch where all processes need the same one."""
+    """Refuse to search for a microbatch size where all processes need the same one."""
     if rows.max_tokens == AUTO and engine.lockstep:
         raise ConfigError(
-            f'The number of tokens for "auto" is found by each process separately, but under '
-            f"{type(engine).__name__} all of them pass through each layer together. Give a number of tokens "
+            f'With microbatch.tokens "auto", each process finds its own number of tokens, but under '
+            f"{type(engine).__name__} all processes pass through each layer together. Set a number of tokens "
             "(microbatch.tokens); `dpllm plan --memory` shows the memory of a microbatch"
         )
 
 
 def _run_of(ledger: SharedLedger) -> RunName | None:
-    own = getattr(ledger, "path", None)  # a stand-in of an audit has no file
+    own = getattr(ledger, "path", None)  # an audit's stand-in has no file
     return None if own is None else run_in(Path(own).parent)
 
 

@@ -1,20 +1,19 @@
-"""The average of a run's private iterates, in float32 shards beside the weights: kept, checkpointed, shown, released.
+"""Maintain the average of a run's private iterates, in float32 shards: update, save, load, show and release it.
 
-Place in the flow: after each update of the optimizer; at an evaluation, a save and the end. The specification is
-`dpllm.mechanism.averages.Average`; this module has the state of a run.
+The specification is `dpllm.mechanism.averages.Average`; this module has the state of a run.
 
-Guarantee: the average is computed from weights that private steps have updated, and from nothing else. So it is
+Guarantee: the average is computed from weights that private steps have updated, and from nothing else. It is therefore
 post-processing of the releases, and ε does not depend on it:
 
 * It is updated inside the optimizer's step, right after the watch (`dpllm.training.checks.watch`) has accepted the
   gradient. Weights that anything else has written are an error before the next step or save.
 * The weights after a step enter at most once, and the weights before the first step never enter.
 * Only trained parameters enter: buffers and frozen parameters do not change during a run.
-* A checkpoint names checksums of the average, which a load compares. It is loaded before the first step of a start, and
-  never later.
+* A checkpoint contains checksums of the average, which a load compares. It can only be loaded before the first step of
+  a start.
 
-Each process keeps the average of its fragments of the optimizer's weights (`dpllm.training.weight_shards`). A
-checkpoint holds them by name and position, so that any number of processes, also on another engine, may continue.
+Each process stores the average of its fragments of the optimizer's weights (`dpllm.training.weight_shards`). A
+checkpoint stores them by name and position, so any number of processes, also on a different engine, may continue.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.weight_shards import WeightFragments
 
 AVERAGE_FOLDER = "average"
-"""Within a checkpoint: the average beside the weights."""
+"""Folder within a checkpoint: the average, next to the weights."""
 CHANGED = (
-    "The weights were changed while the model held the average of the run, and files that were saved then hold others. "
+    "The weights changed while the model held the run's average, and files saved after that hold the changed ones. "
     "The guarantee covers that only where the change depends on nothing but what the run released: confirm it, or save "
-    "the average as it is."
+    "the average unchanged."
 )
 """The open point of such a run."""
 _STATE_FILE = "average.json"
@@ -60,10 +59,10 @@ class AverageError(ValueError):
 
 
 def checked_average(value: Any) -> Average | None:
-    """Return the average that an option names (`dpllm.mechanism.averages.average_of`).
+    """Return the average that an option describes (`dpllm.mechanism.averages.average_of`).
 
     Raises:
-        ConfigError: it cannot be used.
+        ConfigError: the option is invalid.
     """
     try:
         return average_of(value)
@@ -72,14 +71,14 @@ def checked_average(value: Any) -> Average | None:
 
 
 def refuse_other_average(folder: Path, now: str | None) -> None:
-    """Check that a run that goes on releases the same kind of weights as at its start; for one process.
+    """Check that a continued run releases the same kind of weights as at its start; for one process.
 
     Args:
-        folder: of the run.
+        folder: folder of the run.
         now: `Averaging.words` of this start. None: no average.
 
     Raises:
-        ConfigError: the ledger names another average, or none.
+        ConfigError: the ledger names a different average, or none.
     """
     begun, noted = noted_before(folder / LEDGER_FILE, RELEASED_WEIGHTS)
     if begun and noted != now:
@@ -114,15 +113,15 @@ class Averaging:
         num_steps: T of the plan.
 
     Raises:
-        ConfigError: one of them is something else.
+        ConfigError: an argument is invalid.
     """
 
     def __init__(self, average: Average, num_steps: int) -> None:
         """Begin without weights."""
         if not is_average(average):
-            raise ConfigError(f"the average is {average!r}; pass average_of(...) of dpllm.mechanism.averages")
+            raise ConfigError(f"the average is {average!r}: pass average_of(...) from dpllm.mechanism.averages")
         if not _is_count(num_steps, 1):
-            raise ConfigError(f"num_steps of the average is {num_steps!r}; pass the plan's num_steps")
+            raise ConfigError(f"num_steps of the average is {num_steps!r}: pass the plan's num_steps")
         self.average, self._num_steps = average, num_steps
         self.count, self.is_shown = 0, False
         self._last = 0  # the step whose weights entered last
@@ -132,7 +131,7 @@ class Averaging:
 
     @property
     def words(self) -> str:
-        """What the released weights are, for report and card."""
+        """Description of the released weights, for report and card."""
         return self.average.words(self._num_steps)
 
     def attach(
@@ -154,14 +153,14 @@ class Averaging:
             module: the module inside its engine's wrapper.
             deepspeed: DeepSpeed's engine; None: another engine.
             weights: initial and final weights of the run.
-            ledger: of the run; an average that is loaded has to be of the same run.
+            ledger: ledger of the run; a loaded average must belong to the same run.
             num_steps: T of the run's plan.
             processes: all processes.
             accept_restored: called when the weights are in the model again, where the watch would see a write.
 
         Raises:
-            ConfigError: it holds weights of another run, or was made for another T; on every process.
-            EngineError: the engine divides the weights in a way that cannot be followed.
+            ConfigError: this object holds weights of another run, or was made for a different T; on every process.
+            EngineError: averages do not support the way in which the engine shards the weights.
         """
         processes.together(lambda: self._refuse_other_run(ledger, num_steps))
         fragments = WeightFragments(parameters, module, deepspeed, processes)
@@ -177,19 +176,19 @@ class Averaging:
     def _refuse_other_run(self, ledger: SharedLedger, num_steps: int) -> None:
         if self.count and self._source is not None and self._source.ledger is not ledger:
             raise ConfigError(
-                f"This Averaging holds weights of the run in {self._source.ledger.path.parent}, whose ε another run "
-                "does not state. Make an Averaging for each run; a run that is resumed calls load with its checkpoint"
+                f"This Averaging holds weights of the run in {self._source.ledger.path.parent}, which another run's ε "
+                "does not cover. Make an Averaging for each run; to resume a run, call load with its checkpoint"
             )
         if num_steps != self._num_steps:
             raise ConfigError(
-                f"This Averaging was made for {self._num_steps} steps, and the plan of the run has {num_steps}. Make "
+                f"This Averaging was made for {self._num_steps} steps, but the run's plan has {num_steps}. Make "
                 f"it with num_steps={num_steps}"
             )
 
     # ------------------------------------------------------------------ steps
 
     def update(self) -> None:
-        """Let the weights after the step that was charged last enter, unless they have entered or come too early."""
+        """Let the weights after the last charged step enter, unless they have already entered or come too early."""
         source = self._attached()
         step = source.ledger.num_steps
         if step <= self._last or not self.average.enters(step, self._num_steps):
@@ -208,9 +207,9 @@ class Averaging:
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
-        """Have the average in the model while the block runs; on all processes together.
+        """Put the average into the model while the block runs; on all processes together.
 
-        Before the first weights have entered, the model keeps its own.
+        Before the first weights have entered, the model keeps its own weights.
         """
         if self.is_shown or not self.count:
             yield
@@ -223,7 +222,7 @@ class Averaging:
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:
-        """Have the weights after the last step in the model while the block runs; on all processes together."""
+        """Put the weights after the last step into the model while the block runs; on all processes together."""
         if not self.is_shown:
             yield
             return
@@ -234,7 +233,7 @@ class Averaging:
             self._show()
 
     def release(self) -> None:
-        """Have the average in the model from now on: the training has ended; on all processes together.
+        """Copy the averaged weights into the model. Call it on every process after training.
 
         The weights that it replaces are recognised as left by this run.
         """
@@ -247,7 +246,7 @@ class Averaging:
         source.fragments.show(self._values)
         self._shown = Checksum(source.fragments.present())
         self.is_shown = True
-        source.weights.leave()  # a later run in this process that begins at the average begins at this run's release
+        source.weights.leave()  # a later run in this process that starts from the average starts from this release
 
     def _hide(self) -> None:
         source = self._attached()
@@ -257,7 +256,7 @@ class Averaging:
         if shown != now or source.raises_versions:
             source.accept_restored()
         if shown != now:
-            with contextlib.suppress(LedgerError):  # the run has ended: its report names the files that were there
+            with contextlib.suppress(LedgerError):  # the run has ended, and its report names the files that existed
                 source.ledger.append_open_point(CHANGED)
 
     def _attached(self) -> _Source:
@@ -297,15 +296,15 @@ class Averaging:
         The number of processes and the engine may differ from those that saved it.
 
         Raises:
-            AverageError: a step was charged since this start or resume; the checkpoint holds no average, another one,
-                not all of it, or other values than were saved; on every process.
-            LedgerError: the average is of another run, whose ε this ledger does not state; on every process.
+            AverageError: a step was charged since this start or resume; or the checkpoint holds no average, a different
+                one, an incomplete one, or changed values; on every process.
+            LedgerError: the average belongs to another run, whose ε this ledger does not state; on every process.
         """
         source, folder = self._attached(), Path(checkpoint) / AVERAGE_FOLDER
         if source.ledger.num_steps != source.ledger.num_steps_before:
             raise AverageError(
-                f"{checkpoint} cannot be loaded as the average of the weights: this start has taken steps, and what "
-                "replaces their average is not their average. Load it after attach, before the first draw"
+                f"{checkpoint} cannot be loaded as the average of the weights: this run has already taken steps, which "
+                "the loaded average would not contain. Load it after attach, before the first draw"
             )
         state = source.processes.together(lambda: self._state_in(folder, source.fragments))
         head = LedgerHead.of(state["ledger"])
@@ -314,15 +313,15 @@ class Averaging:
         sums = self._sums_of(values) if state["count"] else {}
         if sums != state["sums"] or not 0 <= state["count"] <= state["last"] <= head.num_steps:
             raise AverageError(
-                f"The values in {folder} are not those that the run saved: they were edited, or are damaged. Resume "
+                f"The values in {folder} are not those that the run saved: they were edited or are damaged. Resume "
                 "from another checkpoint"
             )
         self.count, self._last, self._values = state["count"], state["last"], values
 
     def _sums_of(self, values: Mapping[str, Tensor]) -> dict[str, int]:
-        """Return a checksum of each whole parameter's values; called by all processes together, which get the same.
+        """Return a checksum of each whole parameter's values, the same on all processes, which call it together.
 
-        Replicas hold the same fragments. If their values differ, the sums are those of no average.
+        Replicas hold the same fragments. If their values differ, the checksums match no average.
         """
         source = self._attached()
         here = {(name, start): placed_sum(values[name], start) for name, start in source.fragments.starts.items()}
@@ -333,32 +332,32 @@ class Averaging:
         return total
 
     def _state_in(self, folder: Path, fragments: WeightFragments) -> dict[str, Any]:
-        """Return the state of an average that was saved, after comparing it with this one."""
+        """Return the state of a saved average, after comparing it with this one."""
         try:
             state = json.loads((folder / _STATE_FILE).read_text(encoding="utf-8"))
         except OSError as error:
             raise AverageError(
-                f"{folder.parent} holds no average of the weights ({error.strerror}), so it cannot be continued. "
-                "Resume from a checkpoint that was made with train.average, or start a new run"
+                f"{folder.parent} holds no average of the weights ({error.strerror}), so the average cannot be "
+                "continued. Resume from a checkpoint that was made with train.average, or start a new run"
             ) from error
         except ValueError as error:
             state = {"error": error}
         known = isinstance(state, dict) and set(state) == set(_STATE)
         if not known or any(type(state[name]) is not kind for name, kind in _STATE.items()):
             raise AverageError(
-                f"{folder / _STATE_FILE} is not what a run of this version wrote: it is torn, was edited, or is of "
+                f"{folder / _STATE_FILE} was not written by this version of dpllm: it is incomplete, edited or from "
                 "another version. Resume from another checkpoint"
             )
         if state["average"] != self.words or state["sizes"] != fragments.sizes:
             raise AverageError(
-                f"{folder} holds {state['average']}, of other weights or of another kind than {self.words}. Resume "
+                f"{folder} holds {state['average']}, which does not match {self.words} of this model. Resume "
                 "with the model and the train.average of the first start"
             )
         return state
 
     @staticmethod
     def _values_in(folder: Path, state: Mapping[str, Any], fragments: WeightFragments) -> dict[str, Tensor]:
-        """Return this process's part of an average that was saved."""
+        """Return this process's part of a saved average."""
         if not state["count"]:
             return {}
         values = {name: torch.full_like(fragments.read(name), torch.nan) for name in fragments.starts}
@@ -393,7 +392,7 @@ def _read(path: Path, values: Mapping[str, Tensor], starts: Mapping[str, int]) -
 
 
 def _fill(values: Tensor, start: int, saved: Any, saved_start: int) -> int:
-    """Copy the entries that a saved fragment shares with one of this process; return their number."""
+    """Copy the entries that a saved fragment shares with a fragment of this process; return their number."""
     (length,) = saved.get_shape()
     first, end = max(start, saved_start), min(start + values.numel(), saved_start + length)
     if first >= end:

@@ -1,18 +1,18 @@
-"""The choice of how units' gradients are computed, and of parameters to freeze, on rows that are made up.
+"""Choose how units' gradients are computed and which parameters to freeze, by trials on synthetic rows.
 
-Place in the flow: before the first private step. `dpllm.training.attached` makes the clipper of a run here, and the
-Trainer and `dpllm plan` check with it that the model can be clipped: all units of a microbatch in one pass, or one unit
-at a time. Both ways give the same clipped sum up to rounding, so ε does not depend on the choice.
+`dpllm.training.attached` makes the clipper of a run here, and the Trainer and `dpllm plan` check with this module that
+the model can be clipped: all units of a microbatch in one pass, or one unit at a time. Both ways compute the same
+clipped sum up to rounding, so ε does not depend on the choice.
 
-``auto`` chooses before the first private step. The model's modules show most structures without a rule; others show in
-a pass. Trainable parameters that take no part in the loss are named and, on request, frozen, since noise alone would
-train them: the pooler of BigBird, the encoder's embeddings of a decoder that is used alone. Whether a loss reaches a
-parameter is read from the graph of autograd.
+``auto`` chooses before the first private step. Most structures without a rule are visible in the model's modules;
+others show in a pass. Trainable parameters that take no part in the loss are named and, on request, frozen, since they
+would be trained on noise alone: the pooler of BigBird, the encoder's embeddings of a decoder that is used alone. The
+autograd graph shows whether a loss reaches a parameter.
 
-Both are decided on made-up rows, random numbers in the form of the private rows: the report states the decision, ε does
-not cover it, and it is the same on every process. Of the private rows, only the form of the first one is used: its
-columns, their kinds and their dimensions, and the number of its tokens that stand for parts of an image. All rows have
-its columns and as many such tokens, so that no row decides on them.
+Both decisions use synthetic rows, random numbers in the form of the private rows: the report states the decision, ε
+does not cover it, and it is the same on every process. Of the private rows, only the form of the first one is used: its
+columns, their types and their dimensions, and the number of its tokens that stand for parts of an image. Every
+synthetic row has the same columns and as many such tokens, so no private row influences the trial.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ _ONES, _ZEROS = ("attention_mask",), ("token_type_ids", "special_tokens_mask", "
 
 
 class NotMadeUp(ValueError):
-    """Rows of this form cannot be made up."""
+    """Synthetic rows of this form cannot be made."""
 
 
 def made_up(rows: TrainingRows, model: nn.Module, lengths: Sequence[int], number: int = 0) -> Mapping[str, Any]:
-    """Return the collator's inputs of rows that are made up, on the model's device.
+    """Return the collator's inputs of synthetic rows, on the model's device.
 
     Args:
         rows: rows of the run.
-        model: whose vocabulary the tokens are drawn from.
+        model: model from whose vocabulary the tokens are drawn.
         lengths: tokens of each row, where a row is a sequence; cut to the longest row of the run.
-        number: of the microbatch; others have other tokens.
+        number: number of the microbatch; each has different tokens.
 
     Raises:
-        NotMadeUp: the first row has a column that is neither numbers nor a sequence of numbers, or without a value; or
-            other rows have other columns.
+        NotMadeUp: the first row has a column that is neither numbers nor a sequence of numbers, or that has no value;
+            or other rows have different columns.
     """
     if (other := rows.other_columns) is not None:
         raise NotMadeUp(
-            f"row {other} has other columns than row 0. Give every row the same columns, or leave those out that only "
+            f"row {other} has different columns than row 0. Give every row the same columns, or remove those that only "
             "some rows have"
         )
     (form,) = rows.fetch(np.asarray(rows.units.rows[:1]))
@@ -71,7 +71,7 @@ def made_up(rows: TrainingRows, model: nn.Module, lengths: Sequence[int], number
     images = _Placeholders.of(form, placeholders_of(model))
     if images.kinds and number == 0 and (other := rows.first_with_other_counts(images.kinds)) is not None:
         raise NotMadeUp(
-            f"row {other} has more or fewer tokens for images than row 0. Give every row as many; or set "
+            f"row {other} has a different number of image tokens than row 0. Give every row as many, or set "
             "privacy.gradients=ghost or per_unit, and privacy.unused_parameters=error"
         )
     inputs = rows.collate([_like(form, max(1, min(length, most)), tokens, images, rng) for length in lengths])
@@ -80,7 +80,7 @@ def made_up(rows: TrainingRows, model: nn.Module, lengths: Sequence[int], number
 
 @dataclass(frozen=True)
 class _Placeholders:
-    """The tokens of a row in whose places a model puts the features of its image; a row without images has none."""
+    """The tokens of a row at whose places a model inserts the features of its image; a row without images has none."""
 
     kinds: Sequence[int]
     of_row: np.ndarray
@@ -91,14 +91,14 @@ class _Placeholders:
         return cls(kinds, ids[np.isin(ids, kinds)])
 
     def tokens(self, length: int, tokens: int, rng: np.random.Generator) -> np.ndarray:
-        """Return the made-up tokens of a row of this length or, if it is too short for its image, as long as needed."""
+        """Return synthetic tokens for a row of this length, or longer if it is too short for its image."""
         others = np.setdiff1d(np.arange(tokens), self.kinds)
         return np.concatenate([self.of_row, rng.choice(others, max(length - len(self.of_row), 2))])
 
 
 @contextlib.contextmanager
 def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """Put a model in training or evaluation mode for the duration of the block; random states stay as they are."""
+    """Put a model in training or evaluation mode for the duration of the block; random states do not change."""
     before = [(module, module.training) for module in model.modules()]
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     model.train(training)
@@ -117,7 +117,7 @@ def _vocabulary(model: nn.Module) -> int:
 
 
 def _like(form: Any, length: int, tokens: int, images: _Placeholders, rng: np.random.Generator) -> Any:
-    """Return a made-up row."""
+    """Return a synthetic row."""
     ids = images.tokens(length, tokens, rng) if len(images.of_row) else rng.integers(0, tokens, length)
     length = len(ids)
     if not isinstance(form, Mapping):
@@ -127,9 +127,7 @@ def _like(form: Any, length: int, tokens: int, images: _Placeholders, rng: np.ra
 
 def _column(name: str, value: Any, length: int, ids: np.ndarray, rng: np.random.Generator) -> Any:
     if value is None:  # whether a row has a value is private, and decides what the loss reaches
-        raise NotMadeUp(
-            f"the column '{name}' has no value in the first row. Leave the column out, or give each row one"
-        )
+        raise NotMadeUp(f"the column '{name}' has no value in the first row. Remove the column, or give each row one")
     if isinstance(value, str):
         return ""
     try:
@@ -155,20 +153,20 @@ def _column(name: str, value: Any, length: int, ids: np.ndarray, rng: np.random.
 
 
 FROZEN = "trainable parameters that no loss reaches, and that were frozen"
-"""The ledger's fact of that name."""
+"""Name of that fact in the ledger."""
 _LENGTHS, _MICROBATCHES = (48, 17), 4
 
 
 def unused(model: nn.Module, rows: TrainingRows, loss_of: LossOf) -> list[str]:
-    """Return the names of the trainable parameters that losses of rows that are made up do not reach.
+    """Return the names of the trainable parameters that losses of synthetic rows do not reach.
 
     Args:
         model: the module that computes the losses.
         rows: rows of the run.
-        loss_of: called with the model and the inputs of rows that are made up.
+        loss_of: called with the model and the inputs of synthetic rows.
 
     Raises:
-        NotMadeUp: such rows cannot be made up.
+        NotMadeUp: such rows cannot be made.
     """
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     reached: set[int] = set()
@@ -188,31 +186,31 @@ def freeze_unused(model: nn.Module, rows: TrainingRows, loss_of: LossOf) -> list
     Args:
         model: the module that computes the losses, before it is distributed.
         rows: rows of the run.
-        loss_of: called with the model and the inputs of rows that are made up.
+        loss_of: called with the model and the inputs of synthetic rows.
 
     Returns:
-        Their names.
+        The names of these parameters.
 
     Raises:
-        ConfigError: the parameters are sharded, rows cannot be made up, or losses reach no parameter at all.
+        ConfigError: the parameters are sharded, synthetic rows cannot be made, or losses reach no parameter at all.
     """
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in trainable.values()):
         raise ConfigError(
-            "privacy.unused_parameters=freeze runs the model before it is distributed, and its parameters are sharded "
+            "privacy.unused_parameters=freeze runs the model before it is distributed, but its parameters are sharded "
             "already. Freeze them by hand (requires_grad_(False))"
         )
     try:
         names = unused(model, rows, loss_of)
     except NotMadeUp as error:
         raise ConfigError(
-            f"privacy.unused_parameters=freeze needs rows that are made up, and {error}. Freeze the parameters that "
+            f"privacy.unused_parameters=freeze needs synthetic rows, but {error}. Freeze the parameters that "
             "the error of privacy.unused_parameters=error names, by hand (requires_grad_(False))"
         ) from error
     if names and len(names) == len(trainable):
         raise ConfigError(
-            "The losses of made-up rows reach no trainable parameter, so privacy.unused_parameters=freeze would freeze "
-            "all of them. Compute the losses with gradients on, from the model"
+            "The losses of synthetic rows reach no trainable parameter, so privacy.unused_parameters=freeze would "
+            "freeze all of them. Compute the losses from the model, with gradients on"
         )
     for name in names:
         trainable[name].requires_grad_(False)
@@ -220,7 +218,7 @@ def freeze_unused(model: nn.Module, rows: TrainingRows, loss_of: LossOf) -> list
 
 
 def in_parts(names: list[str], most: int = 4000) -> Iterator[str]:
-    """Yield the names, comma by comma, in texts of limited length for the ledger."""
+    """Yield the names, separated by commas, in strings of limited length for the ledger."""
     part = ""
     for name in names:
         if part and len(part) + len(name) > most:
@@ -234,11 +232,11 @@ def in_parts(names: list[str], most: int = 4000) -> Iterator[str]:
 logger = logging.getLogger(__name__)
 
 METHOD = "gradients of units"
-"""The ledger's fact of that name."""
+"""Name of that fact in the ledger."""
 GHOST = "norms and the clipped sum of all units of a microbatch in one backward pass"
 PER_UNIT = "one unit at a time by plain autograd"
 _TRIED = (13, 8)  # tokens of the rows of a trial
-_TIMED, _TOKENS = 4, 256  # rows of the microbatch that is timed, and their tokens: the log may not tell private lengths
+_TIMED, _TOKENS = 4, 256  # rows of the timed microbatch, and their tokens: the log must not reveal private lengths
 
 
 def clipper_for(
@@ -247,15 +245,15 @@ def clipper_for(
     """Attach a clipper to a model.
 
     Args:
-        gradients: "ghost", "per_unit", or "auto": the first if every module has a rule, as far as this shows without a
+        gradients: "ghost", "per_unit", or "auto": "ghost" if every module has a rule, as far as this shows without a
             pass.
         model: the module that computes the losses.
-        clipping: of the plan.
+        clipping: clipping of the plan.
         norm_method: for "ghost": how norms are computed.
 
     Raises:
         GhostError: the model cannot be clipped exactly in this way.
-        ConfigError: another word.
+        ConfigError: ``gradients`` has another value.
     """
     choice("gradients", gradients, GRADIENTS)
     if gradients == "per_unit":
@@ -278,11 +276,11 @@ def chosen(
     """Return "ghost" or "per_unit"; for "auto" after a trial, with one line in the log. Called by all together.
 
     Args:
-        gradients: the word of the recipe.
+        gradients: the recipe's value.
         model: the module that computes the losses, on its engine.
         rows: rows of the run.
-        loss_of: called with the model and the inputs of rows that are made up. None: no pass is tried.
-        processes: of the run.
+        loss_of: called with the model and the inputs of synthetic rows. None: no pass is tried.
+        processes: processes of the run.
     """
     choice("gradients", gradients, GRADIENTS)
     if gradients != "auto":
@@ -313,20 +311,20 @@ def _reason(model: nn.Module, rows: TrainingRows, loss_of: LossOf | None) -> str
         finally:
             clipper.remove()
     except CoupledError:
-        return None  # a loss over the rows of a batch would mean something else; refused when private rows show it
+        return None  # for a loss over the rows of a batch this means nothing; private rows show it, and it is refused
     except NoRuleError as error:
         return str(error).removesuffix(NoRuleError.REMEDY).strip()
     except UnreachedError as error:
         if loss_of is None or unused(model, rows, loss_of):
             raise
-        return f"Some rows use other parameters than others. {error}"
-    except Exception:  # the trial says nothing: rows of this form cannot be made up, or the model does not take them
+        return f"Some rows use different parameters than others. {error}"
+    except Exception:  # the trial is inconclusive: rows of this form cannot be made, or the model does not accept them
         return None
     return None
 
 
 def _cost(model: nn.Module, rows: TrainingRows, loss_of: LossOf | None) -> str:
-    """Return the cost of one unit at a time, measured on rows that are made up, in words; empty if it is not known."""
+    """Return a description of the cost of one unit at a time, measured on synthetic rows; empty if it is unknown."""
     if loss_of is None:
         return ""
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -345,7 +343,7 @@ def _cost(model: nn.Module, rows: TrainingRows, loss_of: LossOf | None) -> str:
         with in_mode(model, training=True):
             seconds(singly[:1])  # libraries allocate at the first call
             ratio = seconds(singly) / seconds([together])
-    except Exception:  # as in the trial: the model does not take rows of this form
+    except Exception:  # as in the trial: the model does not accept rows of this form
         return ""
     return (
         f", in {ratio:.1f} times the time that {_TIMED} rows of at most {_TOKENS} tokens take together without privacy"
@@ -353,14 +351,14 @@ def _cost(model: nn.Module, rows: TrainingRows, loss_of: LossOf | None) -> str:
 
 
 def in_words(clipper: UnitClipper) -> str:
-    """Return the method of a clipper, as the report names it."""
+    """Return the description of a clipper's method, as the report names it."""
     return PER_UNIT if clipper.one_unit else GHOST
 
 
 def rows_of_calls(rows: TrainingRows, clipper: UnitClipper) -> TrainingRows:
-    """Return the rows; if each unit has one row, and each call of the model one unit, with one row for each call.
+    """Return the rows, with one row per call if each unit has one row and each call of the model has one unit.
 
-    Rows that never share a call cannot depend on each other within it; only state that is carried from call to call is
-    left to be measured.
+    Rows that never share a call cannot depend on each other within it, so only state that is carried from call to call
+    remains to be measured.
     """
     return replace(rows, max_rows=1) if clipper.one_unit and rows.units.max_rows == 1 else rows

@@ -1,9 +1,8 @@
-"""The Trainer's part that continues a checkpoint: by the engine's own code, or parameter by parameter by name.
+"""Continue a checkpoint in the Trainer: with the engine's own code, or parameter by parameter by name.
 
-Place in the flow: between transformers' ``Trainer`` and `dpllm.training.trainer_outputs.TrainerOutputs`. The Trainer
-loads what its present engine has saved on as many processes. A checkpoint of another engine, or of DeepSpeed on another
-number of processes, is kept from it: model, optimizer and schedule are distributed as for a new run, and then take the
-state of the checkpoint (`dpllm.training.load_state`).
+The Trainer loads what its current engine has saved on the same number of processes. A checkpoint of another engine, or
+of DeepSpeed on a different number of processes, is hidden from it: model, optimizer and schedule are distributed as for
+a new run, and then take the state of the checkpoint (`dpllm.training.load_state`).
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from dpllm.privacy.checkpoints import CheckpointError
 from dpllm.training.load_state import groups_held, load_optimizer, load_schedule, load_weights, require_exact
 from dpllm.training.resume import Continued
 
-SAFE_WEIGHTS = "*model*.safetensors"  # of a model or of an adapter
+SAFE_WEIGHTS = "*model*.safetensors"  # of a model or an adapter
 logger = logging.get_logger(__name__)
 
 
 class ContinuedTrainer(Trainer):
     """The Trainer, which continues the checkpoints of every engine; `dpllm.DPTrainer` is the class to use."""
 
-    _continued: Continued | None = None  # the checkpoint of the present or the last ``train()``
+    _continued: Continued | None = None  # the checkpoint of the current or the last ``train()``
     _saved: SavedState | None = None  # its state, if it is loaded by name
-    _optimizer_names: Sequence[Sequence[str]] | None = None  # of the parameters; None: the optimizer has others
+    _optimizer_names: Sequence[Sequence[str]] | None = None  # of its parameters; None: some are not the model's
 
     @property
     def setup(self) -> Setup:
@@ -72,12 +71,14 @@ class ContinuedTrainer(Trainer):
         self._saved = Processes().together(opened)
         if continued.way is not Way.WEIGHTS and Processes().is_main:
             made = setup_of(continued.checkpoint)
-            logger.warning("%s was made by %s: it is loaded by name for %s", continued.checkpoint, made, self.setup)
+            logger.warning(
+                "%s was saved under %s: it is loaded by parameter name for %s", continued.checkpoint, made, self.setup
+            )
 
     def _is_own(self, continued: Continued) -> bool:
         """Return whether the Trainer loads a checkpoint by itself.
 
-        Weights alone it loads into a model that is not divided; of FSDP2's two formats, that of this run.
+        It loads bare weights into a model that is not sharded, and of FSDP2's two formats the one that this run uses.
         """
         checkpoint = continued.checkpoint
         if continued.way is Way.WEIGHTS:
@@ -93,18 +94,18 @@ class ContinuedTrainer(Trainer):
         assert inner is not None, "the Trainer has a model"
         try:
             self._optimizer_names = names_of_groups(made, inner)
-        except EngineError:  # refused later where it matters: when the run is attached
+        except EngineError:  # refused later, where it matters: when the run is attached
             self._optimizer_names = None
         return made
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load a checkpoint's weights; what is trained, and which adapters are active, stays as it was.
+        """Load a checkpoint's weights, without changing which parameters are trained and which adapters are active.
 
         The Trainer makes the first of several active adapters the only one, and trains it. A checkpoint that is loaded
         by name is skipped here.
 
         Raises:
-            CheckpointError: the weights are of a model of another shape.
+            CheckpointError: the weights have different shapes than the model's.
         """
         if self._saved is not None:
             return
@@ -118,8 +119,8 @@ class ContinuedTrainer(Trainer):
                 raise
             reason = " ".join(str(error).split())[:300]
             raise CheckpointError(
-                f"{resume_from_checkpoint} holds weights of a model of another shape ({reason}). Resume with the model "
-                "of the first start, and in a recipe with its section model.adapter"
+                f"{resume_from_checkpoint} holds weights of different shapes than the model's ({reason}). Resume with "
+                "the model of the first start, and in a recipe with its section model.adapter"
             ) from error
         if active and list(loaded.active_adapters) != active:
             loaded.base_model.set_adapter(active)
@@ -146,8 +147,8 @@ class ContinuedTrainer(Trainer):
             return
         if self._optimizer_names is None:
             raise CheckpointError(
-                "The optimizer has parameters that are none of the model's, so the checkpoint's state cannot be given "
-                f"to it by name. Resume with dpllm train --config {setup_of(continued.checkpoint).config}"
+                "The optimizer has parameters that do not belong to the model, so the checkpoint's state cannot be "
+                f"loaded by name. Resume with dpllm train --config {setup_of(continued.checkpoint).config}"
             )
         load_optimizer(saved, module, self.optimizer, self._optimizer_names, deepspeed, processes)
         state = torch.load(continued.checkpoint / SCHEDULER_FILE, weights_only=True)

@@ -1,6 +1,6 @@
-"""AdamW whose second moment lacks the known noise: AdamBC, or the second moment of the first moment.
+"""AdamW whose second moment excludes the known noise: AdamBC, or the second moment of the first moment.
 
-Place in the flow: the optimizer of a private run whose arguments have ``optim_args: second_moment=low_passed`` or
+A private run uses this optimizer if its arguments have ``optim_args: second_moment=low_passed`` or
 ``second_moment=corrected``. It receives only the private gradients and the public variance of their noise, so it is
 post-processing: ε does not depend on it.
 
@@ -12,12 +12,12 @@ public. With the private gradient g_t,
     θ_t+1 = (1 - lr λ) θ_t - lr ρ u_t / (sqrt(s_t) + eps)
 
 where Φ_t is the same average of the variances of the noise in x_t. An entry whose signal is smaller than its noise is
-divided by the noise, a public number, and not by a noisy estimate.
+divided by the noise, a public number, instead of a noisy estimate.
 
 corrected    AdamBC (Tang, Shpilevskiy, Lécuyer, arXiv:2312.14334): x = g, u_t = m_t / (1 - β1^t), f = 0.1
 low_passed   x = m, u = m, f = 1. m is a low-pass filter of the gradients (such filters: Zhang et al.,
              arXiv:2408.13460): where noise is correlated over the steps, later steps have canceled most of it in m.
-             The first updates are not enlarged by 1 / (1 - β1^t), so that later steps cancel their noise.
+             The first updates are not enlarged by 1 / (1 - β1^t), so later steps cancel their noise.
 
 ρ makes an entry without a signal move as far as with AdamW, so that learning rates keep their meaning: sqrt(f) times
 the public ratio of the noise in x to the noise in g.
@@ -52,29 +52,29 @@ SECOND_MOMENT_FACT = "second moment of the optimizer"
 """Name of the fact in ledger and report."""
 _FLOORS = {"low_passed": 1.0, "corrected": 0.1}
 _WORDS = {"low_passed": "that of the first moment, less", "corrected": "its own, less"}
-_MOMENTS = ("exp_avg", "exp_avg_sq")  # the names that DeepSpeed's conversion of checkpoints knows, as "step"
+_MOMENTS = ("exp_avg", "exp_avg_sq")  # the names that DeepSpeed's conversion of checkpoints expects, like "step"
 
 
 class CorrectedAdamW(Optimizer):
-    """AdamW with a second moment that lacks the known noise; see the module.
+    """AdamW with a second moment that excludes the known noise; see the module.
 
     Attributes:
-        wide_moments: moments are float32 also for parameters of 16 bits.
+        wide_moments: moments are float32 even for 16-bit parameters.
 
-    The run tells it the number of each private step (`tell`). Before the first one, a call of ``step`` only makes the
-    state: checkpoints are loaded into it. Moments are float32 (float64 for float64 parameters).
+    The run passes it the number of each private step (`tell`). Before the first one, a call of ``step`` only creates
+    the state into which checkpoints are loaded. Moments are float32 (float64 for float64 parameters).
 
     Each group holds the progress of the known noise, which a checkpoint saves:
 
-    * ``taken``: steps, those before a resume included.
+    * ``taken``: steps, including those before a resume.
     * ``noise``: variance of the noise in x after the last step.
-    * ``earlier_noise``: the part of it that is from before the last resume. A resume begins with fresh noise, which is
-      independent of that.
+    * ``earlier_noise``: its part from before the last resume. A resume begins with fresh noise, which is independent
+      of it.
     * ``expected``: the average of ``noise`` that begins at 0.
 
     Args:
-        params: what to train.
-        noise: of the run's gradients.
+        params: the parameters to train.
+        noise: the known noise of the run's gradients.
         second_moment: "low_passed" or "corrected".
         lr: learning rate.
         betas: decays β1 and β2.
@@ -99,7 +99,7 @@ class CorrectedAdamW(Optimizer):
     ) -> None:
         """Begin without steps."""
         if not isinstance(noise, KnownNoise):
-            raise ConfigError(f"noise is {noise!r}; pass KnownNoise.of(plan.mechanism, plan.num_steps)")
+            raise ConfigError(f"noise is {noise!r}: pass KnownNoise.of(plan.mechanism, plan.num_steps)")
         choice(SECOND_MOMENT, second_moment, SECOND_MOMENTS)
         if not all(0 <= beta < 1 for beta in betas):
             raise ConfigError(f"betas must be at least 0 and below 1, got {betas}")
@@ -117,7 +117,7 @@ class CorrectedAdamW(Optimizer):
         """Begin a private step.
 
         Args:
-            step: counted from the start or resume, from 0 on.
+            step: number of the step since the start or resume, from 0.
         """
         self._told, self._due = step, {id(group) for group in self.param_groups}
 
@@ -126,7 +126,7 @@ class CorrectedAdamW(Optimizer):
         """Update all parameters that have a gradient; an engine may call it once for each part of a group.
 
         Raises:
-            ConfigError: no run has told it a step, and a gradient is not 0: it would be dropped.
+            ConfigError: no run has passed it a step number, and a gradient is not 0: it would be dropped.
         """
         del closure
         for group in self.param_groups:
@@ -150,11 +150,11 @@ class CorrectedAdamW(Optimizer):
                 state[name] = torch.zeros_like(
                     parameter, dtype=accumulation_dtype(parameter.dtype), memory_format=torch.preserve_format
                 )
-            state["step"] = torch.tensor(0.0)  # as ``taken``; DeepSpeed's conversion needs it
+            state["step"] = torch.tensor(0.0)  # equals ``taken``; DeepSpeed's conversion needs it
 
     @property
     def noise(self) -> KnownNoise:
-        """The noise that is subtracted. It cannot be replaced, so that a loop does not choose it by a loss."""
+        """The noise that is subtracted. It cannot be replaced, so no loop can choose it by a loss."""
         return self._noise
 
     @property
@@ -180,9 +180,10 @@ class CorrectedAdamW(Optimizer):
         first, second = group["betas"]
         if step > 0 and self._betas.setdefault(id(group), (first, second)) != (first, second):
             raise ConfigError(
-                f"betas of CorrectedAdamW changed during the run, from {self._betas[id(group)]} to {first, second}: "
-                "the known variance of the noise would not be that in the moments. Keep them (OneCycleLR and CyclicLR: "
-                "cycle_momentum=False)"
+                f"The betas of CorrectedAdamW changed during the run, from {self._betas[id(group)]} to "
+                f"{first, second}, so the moments would contain a different noise variance than the known one. Keep "
+                "them (OneCycleLR and "
+                "CyclicLR: cycle_momentum=False)"
             )
         self._betas[id(group)] = first, second
         variances, _ = self._noise_seen(first)
@@ -211,16 +212,16 @@ class CorrectedAdamW(Optimizer):
         weights.mul_(1 - group["lr"] * group["weight_decay"]).add_(update)
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Continue from the state of a checkpoint, with moments of the same precision.
+        """Continue from a checkpoint's state, with moments of the same precision.
 
         Raises:
-            ConfigError: it is that of another optimizer.
+            ConfigError: the state belongs to a different optimizer.
         """
         groups = state_dict["param_groups"]
         if any(group.get(SECOND_MOMENT) != self.second_moment for group in groups):
             raise ConfigError(
-                f"The state is not that of a CorrectedAdamW with {SECOND_MOMENT}={self.second_moment}. Resume with the "
-                "train.optim_args, or the optimizer, of the first start"
+                f"The state does not belong to a CorrectedAdamW with {SECOND_MOMENT}={self.second_moment}. Resume with "
+                "the train.optim_args, or the optimizer, of the first start"
             )
         super().load_state_dict(state_dict)  # it rounds moments to the dtype of the parameters
         names = [name for group in groups for name in group["params"]]
@@ -265,14 +266,14 @@ def _words(second_moment: str) -> str:
 
 
 def refuse_unusable(args: TrainingArguments, own_optimizer: bool) -> None:
-    """Refuse arguments that ask for `CorrectedAdamW` where another optimizer would take its place.
+    """Refuse arguments that ask for `CorrectedAdamW` where another optimizer would replace it.
 
     Args:
         args: arguments of the private training.
         own_optimizer: whether the caller passes an optimizer.
 
     Raises:
-        ConfigError: the caller passes one, or the DeepSpeed configuration leads to another one.
+        ConfigError: the caller passes an optimizer, or the DeepSpeed configuration leads to another one.
     """
     if asked_second_moment(args) is None:
         return
@@ -280,8 +281,8 @@ def refuse_unusable(args: TrainingArguments, own_optimizer: bool) -> None:
     offload = config.get("zero_optimization", {}).get("offload_optimizer") or {}
     is_offloaded = offload.get("device", "none") != "none"
     for is_so, fault, remedy in (
-        (own_optimizer, "an optimizer was passed too", "leave it out of `optimizers`"),
-        ("optimizer" in config, "the DeepSpeed configuration has an optimizer too", "leave it out there"),
+        (own_optimizer, "an optimizer was passed too", "remove it from `optimizers`"),
+        ("optimizer" in config, "the DeepSpeed configuration has an optimizer too", "remove it there"),
         (
             is_offloaded and config.get("zero_force_ds_cpu_optimizer", True),
             "the DeepSpeed configuration offloads the optimizer and asks for DeepSpeed's own AdamW",
@@ -289,7 +290,7 @@ def refuse_unusable(args: TrainingArguments, own_optimizer: bool) -> None:
         ),
         (
             is_offloaded and offload.get("ratio", 1.0) != 1,
-            "DeepSpeed updates the part of the parameters that it does not offload by PyTorch's AdamW",
+            "DeepSpeed updates the parameters that it does not offload with PyTorch's AdamW",
             "leave zero_optimization.offload_optimizer.ratio out",
         ),
     ):
@@ -302,7 +303,7 @@ def optimizer_for(args: TrainingArguments, plan: PrivacyPlan) -> tuple[type[Opti
 
     Args:
         args: arguments of the private training.
-        plan: of the run.
+        plan: plan of the run.
     """
     asked = asked_second_moment(args)
     if asked is None:
@@ -314,32 +315,32 @@ def optimizer_for(args: TrainingArguments, plan: PrivacyPlan) -> tuple[type[Opti
 
 
 def require_asked(args: TrainingArguments, optimizer: Any) -> None:
-    """Make sure that a Trainer has made the `CorrectedAdamW` that its arguments ask for.
+    """Check that a Trainer has made the `CorrectedAdamW` that its arguments ask for.
 
     Args:
         args: arguments of the private training.
-        optimizer: as prepared for its engine.
+        optimizer: the optimizer, prepared for its engine.
 
     Raises:
-        ConfigError: it has made another one.
+        ConfigError: the Trainer has made a different optimizer.
     """
     inner = innermost(optimizer)
     if asked_second_moment(args) is not None and not isinstance(inner, CorrectedAdamW):
         raise ConfigError(
-            f"train.optim_args={args.optim_args} asks for CorrectedAdamW, but the run has the optimizer "
-            f"{type(inner).__name__}. Leave create_optimizer as it is, or leave the option out"
+            f"train.optim_args={args.optim_args} asks for CorrectedAdamW, but the run's optimizer is "
+            f"{type(inner).__name__}. Do not override create_optimizer, or leave the option out"
         )
 
 
 def teller(optimizer: Any, plan: PrivacyPlan) -> Callable[[int], None] | None:
-    """Return the function that tells a `CorrectedAdamW` the number of each step; None: it is another optimizer.
+    """Return the function that passes the number of each step to a `CorrectedAdamW`; None: it is another optimizer.
 
     Args:
-        optimizer: as prepared for its engine.
-        plan: of the run.
+        optimizer: the optimizer, prepared for its engine.
+        plan: plan of the run.
 
     Raises:
-        ConfigError: it was made for other noise, or is a part of another optimizer.
+        ConfigError: it was made for different noise, or is part of another optimizer.
     """
     inner = innermost(optimizer)
     if not isinstance(inner, CorrectedAdamW):
@@ -348,14 +349,14 @@ def teller(optimizer: Any, plan: PrivacyPlan) -> Callable[[int], None] | None:
         return None
     if inner.noise != KnownNoise.of(plan.mechanism, plan.num_steps):
         raise ConfigError(
-            "The optimizer CorrectedAdamW was made for other noise than that of the plan. Make it with "
+            "CorrectedAdamW was made for different noise than the plan's. Make it with "
             "noise=KnownNoise.of(plan.mechanism, plan.num_steps)"
         )
     return inner.tell
 
 
 def _is_part(optimizer: Any) -> bool:
-    """Return whether an optimizer that joins others holds a `CorrectedAdamW`, also in a list or a dictionary."""
+    """Return whether an optimizer that joins others contains a `CorrectedAdamW`, also in a list or a dictionary."""
     found = list(getattr(optimizer, "__dict__", {}).values())
     found += [one for several in found if isinstance(several, list | tuple) for one in several]
     found += [one for several in found if isinstance(several, dict) for one in several.values()]
@@ -363,28 +364,28 @@ def _is_part(optimizer: Any) -> bool:
 
 
 def _refuse_untold(parameters: Iterable[nn.Parameter]) -> None:
-    """Raise `ConfigError` for a gradient that is not 0; libraries step over zeros before they load a checkpoint."""
+    """Raise `ConfigError` for a nonzero gradient; libraries step over zeros before they load a checkpoint."""
     if any(bool(_local(parameter.grad).any()) for parameter in parameters):
         raise _joined()
 
 
 def _joined() -> ConfigError:
     return ConfigError(
-        "CorrectedAdamW was not told which private step this is, so it cannot know the noise in the gradient: it is a "
-        "part of another optimizer, or is used outside of a private run. Attach it to the run by itself, with several "
-        "parameter groups where they need other learning rates"
+        "CorrectedAdamW did not receive the number of the private step, so it cannot know the noise in the gradient: "
+        "it is part of another optimizer, or is used outside of a private run. Attach it to the run directly, with "
+        "several parameter groups where they need different learning rates"
     )
 
 
 def refuse_other_second_moment(folder: Path, now: str | None) -> None:
-    """Check that a run that goes on has the second moment of its start, which the state continues; for one process.
+    """Check that a continued run has the second moment of its start, which the state continues; for one process.
 
     Args:
-        folder: of the run.
+        folder: folder of the run.
         now: `words_of` the optimizer of this start.
 
     Raises:
-        ConfigError: the ledger names another second moment.
+        ConfigError: the ledger names a different second moment.
     """
     begun, before = noted_before(folder / LEDGER_FILE, SECOND_MOMENT_FACT)
     if begun and before != now:

@@ -1,20 +1,20 @@
 """Cuts of a step's rows into microbatches, chosen jointly for all processes.
 
 Where forward passes communicate (FSDP2, ZeRO-3), the processes run their first microbatches together, then their
-second ones, and so on: each costs as much as the largest of them. So the cuts are chosen for all processes at once:
+second ones, and so on: each costs as much as the largest of them. The cuts are therefore chosen for all at once:
 
 1. `best_cuts` cuts the units of every process at the same places. Each process has its units in falling order of
-   length, and dynamic programming finds the places where the largest microbatches, added up, cost least. The cost of
-   the largest is the budget of the microbatches at this place.
+   length, and dynamic programming finds the places where the summed cost of the largest microbatches is least. The cost
+   of the largest is the budget of the microbatches at this place.
 2. Each process fills its microbatches up to these budgets. A process with shorter units gets ahead of the common
-   places, and the step ends when the last process has no rows left. No microbatch gets dearer by that.
-3. Filling every microbatch as far as its bounds allow is cheaper where units have many rows, whose numbers differ: then
-   the common places fit the process with most rows, and leave room on the others. The cheaper of the two is taken.
+   places, and the step ends when the last process has no rows left. No microbatch gets more expensive.
+3. Filling every microbatch as far as its bounds allow is cheaper where units have many and unequal numbers of rows:
+   there, the common places fit the process with most rows, and leave room on the others. The cheaper way is used.
 
-Rows without padding only fill their microbatches: a full one wastes nothing. The same holds for more than `MOST_PLACES`
-units on a process, which in order of length have hardly any padding: half a percent more than with the best cuts.
+Rows without padding only fill their microbatches, since a full one wastes nothing. The same holds for more than
+`MOST_PLACES` units on a process, which in order of length have hardly any padding: half a percent more than the best.
 
-Every process computes the cuts of all from the lengths, and builds its own pieces only. With one process, the cuts of
+Every process computes all cuts from the lengths, but builds only its own pieces. With one process, the cuts of
 step 1 are the result.
 
 Shape suffixes: R processes, U units of a process, N rows of all processes, K microbatches.
@@ -32,7 +32,7 @@ TOKENS_PER_MICROBATCH = 1024
 
 Each microbatch reads the weights for forward and backward and adds a gradient to a float32 sum, about 16 bytes per
 parameter, while a token costs 6 operations per parameter: at the 100 operations per byte of a large GPU that equals
-about 270 tokens. Python's time for the launches adds about a thousand tokens for a model of 10^9 parameters. Too
+about 270 tokens. Python's launch time adds about a thousand tokens for a model of 10^9 parameters. Too
 large a value leaves padding; too small a value makes microbatches that do not fill the device.
 """
 MOST_PLACES = 8192
@@ -47,10 +47,10 @@ class Bounds:
     """What fits in a microbatch.
 
     Attributes:
-        max_rows: the most rows; None: as many as ``max_tokens`` allows.
+        max_rows: the largest number of rows; None: bounded by ``max_tokens`` only.
         max_tokens: the most tokens, padding included: rows times the longest. A longer row is a microbatch of one row.
         packed: whether rows have no padding; ``max_tokens`` then counts their own tokens.
-        one_unit: whether all rows are of one unit.
+        one_unit: whether all rows belong to one unit.
     """
 
     max_rows: int | None
@@ -78,13 +78,13 @@ class Parts:
         rows_U: number of rows of each unit, process after process, in falling order of the longest row.
         tokens_N: tokens of each row in the same order, the longest row of a unit first.
         first_R: (R + 1,) the first unit of each process, and the number of units.
-        bounds: of a microbatch.
+        bounds: bounds of a microbatch.
 
     Attributes:
         edges: the first row of each part, and the number of rows.
-        continues: whether the unit of each part goes on in the next one.
-        limit: for a microbatch that begins with each part, the part before which it has to end: pieces of a large unit
-            are microbatches by themselves.
+        continues: whether the unit of each part continues in the next one.
+        limit: for a microbatch that begins with each part, the part before which it must end: each piece of a large
+            unit is a separate microbatch.
         of_unit: (number of units + 1,) the first part of each unit, and the number of parts.
         begin_R: (R,) the first part of each process.
         end_R: (R,) the last part + 1 of each process.
@@ -120,7 +120,7 @@ class Parts:
 
         Args:
             part: the first parts of some microbatches.
-            budget: the most rows times the longest; None: only the bounds count.
+            budget: the largest product of rows and longest row; None: only the bounds count.
         """
         row = self.edges[part]
         allowed = self.room_N[row]
@@ -151,7 +151,7 @@ def joint_pieces(
         tokens_N: tokens of each row in the same order, the longest row of a unit first.
         first_R: (R + 1,) the first unit of each process, and the number of units.
         rank: the process.
-        bounds: of a microbatch.
+        bounds: bounds of a microbatch.
 
     Returns:
         At least one; None is a microbatch in which this process has no row.
@@ -219,7 +219,7 @@ def _common(parts: Parts) -> np.ndarray:
     row = parts.edges[parts.of_unit[units]]
     rows = np.where(exists, parts.rows_U[units], 0)
     longest, room = np.where(exists, parts.tokens_N[row], 0), np.where(exists, parts.room_N[row], len(parts.tokens_N))
-    if (parts.rows_U == 1).all():  # the longest at each place stands for all
+    if (parts.rows_U == 1).all():  # the longest at each place represents all
         rows, longest, room = rows.max(axis=0)[None], longest.max(axis=0)[None], room.min(axis=0)[None]
     places = [parts.begin_R]
     for _, last in best_cuts(rows, longest, room):
@@ -234,8 +234,8 @@ def best_cuts(rows_RU: np.ndarray, longest_RU: np.ndarray, room_RU: np.ndarray) 
 
     A microbatch costs its rows times its longest row, the largest over the processes, and `TOKENS_PER_MICROBATCH`.
     Dynamic programming from the end: the best cost of the units from u on is the minimum, over the end of the first
-    microbatch, of its cost plus the best cost of the rest. With one process, a cut between two equal units must be
-    tried only if the microbatch after it is full; if it is not, the unit before the cut can move over without raising
+    microbatch, of its cost plus the best cost of the rest. With one process, a cut between two equal units need be
+    tried only if the microbatch after it is full; otherwise the unit before the cut can move over without raising
     the sum.
 
     Args:
@@ -244,7 +244,7 @@ def best_cuts(rows_RU: np.ndarray, longest_RU: np.ndarray, room_RU: np.ndarray) 
         room_RU: rows that fit into a microbatch that begins with this unit, not falling.
 
     Returns:
-        First and last unit + 1 of each microbatch. A unit with more rows than fit is in a microbatch by itself.
+        First and last unit + 1 of each microbatch. A unit with more rows than fit has its own microbatch.
 
     >>> one = np.array([[1, 1, 1, 1]])
     >>> best_cuts(one, np.array([[900, 20, 10, 10]]), 4 * one)
@@ -271,7 +271,7 @@ def best_cuts(rows_RU: np.ndarray, longest_RU: np.ndarray, room_RU: np.ndarray) 
     ):
         tokens = (ends_RU[:, low : high + 1] - ends_RU[:, first, None]) * longest_RU[:, first, None]
         costs = best[low : high + 1] + (tokens[0] if num_processes == 1 else tokens.max(axis=0))
-        place = int(costs[::-1].argmin())  # among equal costs the latest: the longest rows fill their microbatch
+        place = int(costs[::-1].argmin())  # among equal costs the last: the longest rows fill their microbatch
         end_of[first] = high - place
         best[first] = costs[-1 - place] + TOKENS_PER_MICROBATCH
     cuts, first = [], 0

@@ -1,8 +1,8 @@
 """DPDPOTrainer: private preference tuning with the options and the data shapes of TRL's ``DPOTrainer``.
 
-Place in the flow: it makes a row of each pair of answers (`dpllm.data.preferences`), computes the reference of each
-pair, and passes both to `dpllm.DPTrainer`, whose steps, checks and report it has. No class of TRL's trainers is
-inherited, so no option is ignored without a word (`dpllm.training.trl_arguments`).
+It makes a row from each pair of answers (`dpllm.data.preferences`), computes the reference of each pair, and passes
+both to `dpllm.DPTrainer`, from which it inherits steps, checks and report. It inherits from no class of TRL's trainers,
+so no option is silently ignored (`dpllm.training.trl_arguments`).
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from dpllm.training.trl_arguments import DPO, checked_config, pair_loss_of
 from dpllm.training.trl_inputs import inputs_of
 
 LOSS_FACT, REFERENCE_FACT = "loss of a pair", "reference of the loss"
-"""The ledger's facts of these names."""
+"""Names of facts in the ledger."""
 GIVEN_REFERENCE = (
-    "The log-probabilities under the reference came with the pairs. Confirm that those of a pair were computed of that "
-    "pair only, by a model that holds nothing of the private pairs."
+    "The log-probabilities under the reference came with the pairs. Confirm that those of a pair were computed from "
+    "that pair only, by a model that contains no information about the private pairs."
 )
-"""The open point of a reference that was not computed here."""
+"""The open point about a reference that was not computed by dpllm."""
 SHARED_PROMPTS = (
-    "Several pairs have the same prompt. Each pair is a unit of its own here, so a prompt that is in k pairs is "
+    "Several pairs have the same prompt. Each pair is its own unit here, so a prompt that is in k pairs is "
     "protected k times less. Give the pairs of one prompt, or of one person, one id (PrivacyConfig.unit, in "
     "a recipe data.columns.unit), or confirm that prompts need no protection."
 )
-"""The open point of data in which pairs share prompts."""
+"""The open point about data in which pairs share prompts."""
 _TRAINING = "train_dataset"
 _WHOLE = {
     "batch_eval_metrics": refused(
@@ -50,9 +50,9 @@ _WHOLE = {
 }
 _TAKEN = {
     "compute_loss_func": "args.loss_type names the loss of a pair",
-    "data_collator": "a row is a pair, which it collates itself",
+    "data_collator": "a row is a pair, and the trainer itself collates pairs",
     "pack_rows": "a row has two sequences, which are not concatenated. Leave it out",
-    "compute_metrics": "an evaluation has the rewards, their margin and their accuracy",
+    "compute_metrics": "an evaluation computes the rewards, their margin and their accuracy",
 }
 
 
@@ -60,8 +60,8 @@ class DPDPOTrainer(DPTrainer):
     """Tunes a causal language model on preferences with differential privacy.
 
     Guarantee: that of `dpllm.DPTrainer`. A unit is one pair: its prompt and both answers. With
-    ``PrivacyConfig(unit=COLUMN)`` it is all pairs with the same value in this column; pairs that share a prompt need
-    such an id for the prompt to be protected as one.
+    ``PrivacyConfig(unit=COLUMN)`` it is all pairs with the same value in this column. Pairs that share a prompt need
+    such an id if the prompt is to be protected as one unit.
 
     The reference is the model as it is given, with its adapter if it has one, or ``ref_model``. Its log-probabilities
     are computed once for each pair, before the first step, or are read from the columns ``ref_chosen_logps`` and
@@ -72,7 +72,7 @@ class DPDPOTrainer(DPTrainer):
         args: `trl.DPOConfig`. Losses that couple pairs are refused (`dpllm.models.preference.COUPLED`).
         privacy: the privacy guarantee.
         train_dataset: a `datasets.Dataset` with ``chosen`` and ``rejected``, texts or conversations, and ``prompt``;
-            without it the prompt is the beginning that both have in common.
+            without it, the prompt is the beginning that both answers have in common.
         eval_dataset: pairs for evaluation, or several data sets by name. Loss, rewards, margins and accuracies on them
             are not covered. Rewards on training pairs are not computed.
         processing_class: the tokenizer. None: the model's own.
@@ -108,7 +108,7 @@ class DPDPOTrainer(DPTrainer):
         if ref_model is model or not isinstance(ref_model, nn.Module | None):
             raise ConfigError(
                 f"ref_model is {'the model itself' if ref_model is model else f'of type {type(ref_model).__name__}'}: "
-                "leave it out for the model as it is at the start, or pass another model"
+                "leave it out to use the model as it is at the start, or pass another model"
             )
         if args.disable_dropout:
             without_dropout(model)
@@ -146,10 +146,10 @@ class DPDPOTrainer(DPTrainer):
         self.compute_metrics = rewards_of
 
     def row_maker(self, model: Any, tokenizer: Any, keys: Mapping[str, Any]) -> None:
-        """Return None: the rows are made before."""
+        """Return None: the constructor has already made the rows."""
 
     def _pairs(self, examples: Mapping[str, Any], keep: list[str]) -> dict[str, Any]:
-        """Return the rows of each data set, numbered one after the other; those for evaluation keep no column."""
+        """Return the rows of each data set, numbered consecutively; those for evaluation keep no column."""
         made: dict[str, Any] = {}
         first = 0
         for name, dataset in examples.items():
@@ -185,7 +185,7 @@ class DPDPOTrainer(DPTrainer):
             ledger.append_open_point(point)
 
     def _set_signature_columns_if_needed(self) -> None:
-        """Name the columns of a pair, of which the model's forward has none."""
+        """Name the columns of a pair, none of which the model's forward takes."""
         self._signature_columns: Any = list(self._prepared.dataset.column_names)
 
     def prediction_step(
@@ -203,7 +203,7 @@ class DPDPOTrainer(DPTrainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Evaluate as `dpllm.DPTrainer` does, on pairs of the constructor, whose reference is known."""
+        """Evaluate as `dpllm.DPTrainer` does, on pairs of the constructor, whose reference was computed."""
         self._refuse_unknown(eval_dataset)
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
@@ -213,17 +213,17 @@ class DPDPOTrainer(DPTrainer):
         return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
     def _refuse_unknown(self, dataset: Any) -> None:
-        """Refuse pairs whose reference was not computed before the training: the model has changed since.
+        """Refuse pairs whose reference was not computed before the training, since the model has changed.
 
         Raises:
-            ConfigError: they are not those of the constructor.
+            ConfigError: the pairs are not those of the constructor.
         """
         several = self.eval_dataset.values() if isinstance(self.eval_dataset, Mapping) else ()
         known = (None, self.train_dataset, self.eval_dataset, *several)
         if not isinstance(dataset, str) and not any(dataset is one for one in known):
             raise ConfigError(
-                "These pairs are not those of eval_dataset, and their reference is the model before the training, "
-                "which is gone. Pass them as eval_dataset to the constructor; several data sets as a dictionary"
+                "These pairs are not those of eval_dataset, and their reference, the model before the training, no "
+                "longer exists. Pass them as eval_dataset to the constructor; several data sets as a dictionary"
             )
 
 
@@ -254,13 +254,13 @@ def _named(dataset: Any) -> dict[str, Any]:
     """Return data sets for evaluation by name.
 
     Raises:
-        ConfigError: one has the name of the private pairs, which it would replace.
+        ConfigError: one has the name of the private pairs and would replace them.
     """
     if dataset is None:
         return {}
     if isinstance(dataset, Mapping) and _TRAINING in dataset:
         raise ConfigError(
-            f"eval_dataset has a data set of the name {_TRAINING!r}, which is that of the private pairs: give it "
+            f"eval_dataset has a data set named {_TRAINING!r}, which is the name of the private pairs: give it "
             "another name"
         )
     return dict(dataset) if isinstance(dataset, Mapping) else {"eval_dataset": dataset}

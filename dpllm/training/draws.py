@@ -1,13 +1,12 @@
 """The draws of a run: charged when they are made, used by one step, and the same on every process.
 
-Place in the flow: between the sampler and `dpllm.training.step`. ε holds for units drawn by the plan's sampler. Steps
-over other units (a shuffled epoch, a unit twice, a chosen batch) have another ε. So have steps over draws that somebody
-inspected and then kept or dropped. A draw is therefore charged when it is made, and a step takes the last unused draw,
-completely and unchanged.
+ε holds for units drawn by the plan's sampler. Steps on other units (a shuffled epoch, a unit twice, a chosen batch)
+have a different ε, and so do steps on draws that somebody inspected and then kept or dropped. A draw is therefore
+charged when it is made, and a step takes the last unused draw, completely and unchanged.
 
-A process that is one call ahead of the others, or takes a step over other units, would add sums of different draws. A
+A process that is one call ahead of the others, or takes a step on other units, would add sums of different draws. A
 unit could then be in two shares of one step. Each call therefore begins with one small collective of the same shape.
-Processes that are out of step find each other there and stop, before any charge.
+Processes that are out of step detect each other there and stop, before any charge.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _NAMES = {
 
 
 class DrawError(ValueError):
-    """A step was requested over other units than those of the outstanding draw."""
+    """A step was requested on units that are not the outstanding draw."""
 
 
 class Charges(Protocol):
@@ -77,22 +76,22 @@ class Charged:
         """Confirm that the step is the one that was charged when its units were drawn.
 
         Raises:
-            DrawError: the step was taken before, or is another step.
+            DrawError: the step was already taken, or is a different one.
         """
         if step != self.step:
             raise DrawError(
                 f"The draw was charged with {self.step}, but the step to take is {step}: the plan was changed after "
-                "the run began. Make a new run with the other plan"
+                "the run began. Start a new run with the new plan"
             )
         if self.used or step_number != self.num_steps:
-            raise DrawError(f"Step {step_number} was not charged with this draw, or was taken before. Draw its units")
+            raise DrawError(f"Step {step_number} was not charged with this draw, or was already taken. Draw its units")
         self.used = True
 
 
 class Draws:
     """The draws of a run, the same on every process: rank 0 makes them, and each is charged when it is made.
 
-    A step takes the outstanding draw, which is the last one and was not used. All processes call each method together.
+    A step takes the outstanding draw: the last one, if it was not used yet. All processes call each method together.
     It raises a DisagreementError on every process if they are at different points of the run.
 
     Args:
@@ -115,7 +114,7 @@ class Draws:
     def next(self, present_N: np.ndarray | None = None) -> NDArray[np.int64]:
         """Draw and charge the units of the next step; errors as for `dpllm.training.run.PrivateRun.draws`.
 
-        An unused draw before it is lost and stays charged.
+        An earlier unused draw is lost and stays charged.
 
         Args:
             present_N: (N,) bool, the units present. None: all.
@@ -142,8 +141,8 @@ class Draws:
 
         Raises:
             ValueError: the plan has no step left.
-            DrawError: a unit is there twice; nothing is charged.
-            LedgerError: it cannot be charged.
+            DrawError: a unit occurs twice; nothing is charged.
+            LedgerError: the draw cannot be charged.
         """
         return self._charge(self._from_main(lambda: unit_ids))
 
@@ -156,22 +155,23 @@ class Draws:
             error: the reason why this process cannot take the step.
 
         Raises:
-            DisagreementError: the processes take other steps, other units or another mode; on every process.
-            DrawError: there is no outstanding draw, or these are other units; the draw is then not used up.
+            DisagreementError: the processes take different steps, use different units or another mode; on every
+                process.
+            DrawError: there is no outstanding draw, or the units differ from it; the draw is then not used up.
             Exception: the error of the first process that has one; on every process.
         """
         given = np.asarray(unit_ids)
         self._compare_steps(given, mode, error)
         if self._outstanding is None:
             raise DrawError(
-                "There is no draw to step over: each draw of `draws` is for one step, and this one was used, or none "
+                "No draw is outstanding: each draw of `draws` is for one step, and this one was already used or none "
                 "was made. Take each step's units from `for unit_ids in run.draws(num_steps)`, one step per draw"
             )
         draw = self._outstanding
         if not np.array_equal(given, draw[0]):
             raise DrawError(
-                f"These {given.size} units are not the outstanding draw: ε holds for the units that the plan's sampler "
-                "drew, and for no others (no shuffled epochs, no unit twice, no chosen batch). Pass the last draw of "
+                f"These {given.size} units are not the outstanding draw: ε holds only for the units that the plan's "
+                "sampler drew (no shuffled epochs, no unit twice, no chosen batch). Pass the last draw of "
                 "`draws`, unchanged"
             )
         self._outstanding = None
@@ -224,7 +224,7 @@ class Draws:
         """Charge a draw, which becomes the outstanding one; return a copy."""
         self._require_steps()
         if len(np.unique(unit_ids)) != len(unit_ids):
-            raise DrawError("A draw holds a unit twice: it would be clipped twice and exceed the clip norm")
+            raise DrawError("A draw contains a unit twice: it would be clipped twice and exceed the clip norm")
         self._outstanding, number, event = None, self._ledger.num_steps, self._plan.event
         self._ledger.append_step(number, event)
         charged = Charged(number, event, steps_planned=self._ledger.steps_planned)
@@ -232,13 +232,13 @@ class Draws:
         return self._outstanding[0].copy()
 
     def _compare_steps(self, unit_ids: np.ndarray, mode: str, error: Exception | None) -> None:
-        """Check that all processes take one step, over the same units and in one mode, before it is computed."""
+        """Check that all processes take one step, on the same units and in one mode, before it is computed."""
         if self._processes.size == 1:
             self._processes.raise_found(error, [float(error is not None)])
             return
         units, settings = np.ascontiguousarray(unit_ids, dtype=np.int64).tobytes(), mode.encode()
         mine = [float(len(unit_ids)), *_words(units), *_words(settings), float(error is not None)]
-        everywhere = self._meet(_STEP, self._ledger.num_steps - 1, mine)  # its draw is charged
+        everywhere = self._meet(_STEP, self._ledger.num_steps - 1, mine)  # its draw is already charged
         self._processes.raise_found(error, [one[7] for one in everywhere])
         for what, part in (("the units of this step", slice(2, 5)), ("autocast or training mode", slice(5, 7))):
             if any(one[part] != everywhere[0][part] for one in everywhere):
@@ -247,7 +247,7 @@ class Draws:
                 raise DisagreementError(
                     f"The processes differ in {what} ({shown}), so their sums would not belong to one draw. No "
                     "further step is charged. Pass every draw of PrivateRun.draws to PrivateRun.step unchanged, in "
-                    "the same order and with the same settings on every process"
+                    "the same order and with the same settings, on every process"
                 )
 
     def _meet(self, kind: float, step: int, rest: list[float]) -> list[list[float]]:
@@ -258,7 +258,7 @@ class Draws:
             if error.is_told:
                 raise
             raise DisagreementError(
-                f"This process {_NAMES[kind].format(step + 1)}, and another one has ended or cannot be reached "
+                f"This process {_NAMES[kind].format(step + 1)}, but another one has ended or cannot be reached "
                 f"({error}). No further step is charged. Call next() on "
                 "PrivateRun.draws, PrivateRun.step and PrivateRun.finish on every process, not only on the main one"
             ) from error
@@ -266,8 +266,8 @@ class Draws:
             names = [_NAMES.get(one[0], "makes another call") for one in everywhere]
             shown = told_by_rank([name.format(int(one[1]) + 1) for name, one in zip(names, everywhere, strict=True)])
             raise DisagreementError(
-                f"The processes are at different points of the run ({shown}): one of them took an extra draw, left a "
-                "step out, or stopped by itself. No further step is charged. Call next() on PrivateRun.draws, "
+                f"The processes are at different points of the run ({shown}): one of them took an extra draw, skipped "
+                "a step, or stopped by itself. No further step is charged. Call next() on PrivateRun.draws, "
                 "PrivateRun.step and PrivateRun.finish equally often, and in the same order, on every process; decide "
                 "on a stop on one process and send the decision to the others"
             )

@@ -1,7 +1,7 @@
-"""The quality of a model on held-out records: perplexity per token, or accuracy and the F1 of classes.
+"""Measure a model's quality on held-out records: perplexity per token, or accuracy and the F1 of classes.
 
-Place in the flow: before and after the private steps. ε does not cover measurements on private records, even if the
-model was never trained on them: note each with `DPTrainer.disclose`, and the report counts it.
+ε does not cover measurements on private records, even if the model was never trained on them: note each with
+`DPTrainer.disclose`, and the report counts it.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from dpllm.models.tasks import row_loss_of
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One figure for a whole data set."""
+    """The scores of one data set."""
 
     score: Score
-    """What is measured: the score of the model's task."""
+    """The score of the model's task."""
     value: float
-    """The score, not rounded."""
+    """Value of the score, not rounded."""
     loss: float
     """Mean loss in nats: per target token, or per record for a classifier."""
     row_loss: float
     """Mean over the rows of each row's own mean loss, which the private steps minimise."""
     more: Mapping[str, float] = field(default_factory=dict)
-    """Further figures that the recipe asked for: name to value."""
+    """Further scores that the recipe asked for, by name."""
 
     @property
     def name(self) -> str:
@@ -49,12 +49,12 @@ class Measurement:
 
     @property
     def figures(self) -> dict[str, float]:
-        """All figures: name to value."""
+        """All scores by name."""
         return {self.name: self.value, **self.more}
 
 
 def figure_words(before: Measurement | None, after: Measurement | None) -> dict[str, str]:
-    """Return the figures before and after the private steps for people: name to four digits."""
+    """Return the scores before and after the private steps for people, by name, with four digits."""
     return {
         f"held-out {name} {when}": f"{value:.4g}"
         for when, measured in (("before", before), ("after", after))
@@ -85,18 +85,18 @@ def measure(
         max_rows: number of rows of a forward pass.
         processes: divide the rows over these; all call this function together, with the same rows.
         moved: called with the number of rows of each forward pass, over all processes.
-        macro_f1: also compute the mean of the F1 of the classes, for a model that chooses classes.
+        macro_f1: also compute the macro F1 of the classes, for a model that chooses classes.
 
     Raises:
-        DataError: there is no row, no target in any, or the task has no score.
+        DataError: there are no rows, no row has a target, or the task has no score.
     """
     compared_by = TASKS[collator.task].score
     if compared_by is None:
-        raise DataError(f"held-out rows of the task {collator.task!r} have no score: give its line in TASKS one")
+        raise DataError(f"held-out rows of the task {collator.task!r} have no score: add a line for it in TASKS")
     order = np.argsort([-len(ids) for ids in rows["input_ids"]], kind="stable")
 
     def score(inputs: dict[str, Any]) -> Sequence[float]:
-        """Return loss, loss per row, hits, targets, and then the counts of classes."""
+        """Return loss, loss per row, hits and targets, followed by the counts of classes."""
         outputs, losses = _forward(model, inputs, collator.task)
         weights, hits = _score(outputs, inputs["labels"], collator.task)
         counts = class_counts(outputs.logits, inputs["labels"], collator.task).flatten().tolist() if macro_f1 else []
@@ -106,7 +106,7 @@ def measure(
     found = sums_over(model, rows, order, collator, score, max_rows, processes, moved)
     loss, row_loss, correct, count, *counted = found
     if count == 0:
-        raise DataError("no held-out row has a target, so nothing can be measured: give rows with labels")
+        raise DataError("no held-out row has a target, so nothing can be measured: add labels to the rows")
     value = correct / count
     if compared_by == PERPLEXITY:
         value = _exp(loss / count)
@@ -126,14 +126,14 @@ def sums_over(
     processes: Processes | None,
     moved: Callable[[int], None] | None,
 ) -> Sequence[float]:
-    """Return the sums of the figures of all batches, over all processes; the model is in evaluation mode meanwhile.
+    """Return the sums of the scores of all batches, over all processes; the model is in evaluation mode meanwhile.
 
     Args:
-        model: on the device on which to run it.
+        model: model on its device.
         rows: tokenized rows.
-        order: their numbers, in the order in which they are taken, at least one.
-        collate: rows to inputs.
-        score: inputs on the model's device to the figures of their rows, always as many.
+        order: their numbers, in the order in which they are processed, at least one.
+        collate: makes inputs from rows.
+        score: computes the scores of rows from inputs on the model's device, always the same number of them.
         max_rows: as for `measure`.
         processes: as for `measure`.
         moved: as for `measure`.
@@ -193,7 +193,7 @@ def class_counts(logits: Tensor, labels: Tensor, task: str) -> Tensor:
     Args:
         logits: (B, K), or (B, T, K) for "token_classification".
         labels: (B,), (B, T) with -100 where there is no target, or (B, K) of 0 and 1 for "multi_label_classification".
-        task: of the three with classes.
+        task: one of the three tasks with classes.
     """
     if task == "multi_label_classification":
         guess, truth = logits > 0, labels > 0

@@ -1,7 +1,6 @@
-"""The program that runs a recipe: from its records to the model and its report.
+"""Run a recipe: from its records to the model and its report.
 
-Place in the flow: above the trainer. `recipes/finetune.py` is this program for `accelerate launch`; every process of a
-run calls it.
+`recipes/finetune.py` is this program for `accelerate launch`; every process of a run calls it.
 """
 
 import argparse
@@ -84,14 +83,14 @@ USAGE = """Fine-tune a language model privately: one program for every recipe.
     dpllm train gpt2_e2e_lora privacy.epsilon=3 train.seed=1
     accelerate launch recipes/finetune.py --config recipes/quickstart.yaml
 
-Ordinary training on public text comes first if the recipe has it; the held-out records are measured before and after
-the private training. `train.resume_from_checkpoint=true` continues a stopped run; `auto` starts if there is nothing to
-continue, and does nothing if the run is completed.
+Ordinary training on public text comes first if the recipe asks for it. The held-out records are measured before and
+after the private training. `train.resume_from_checkpoint=true` continues a stopped run; `auto` starts if there is
+nothing to continue, and does nothing if the run is completed.
 """
 console = Console(highlight=False, soft_wrap=True)
 NOISY_NORM = (
     "noisy_grad_norm in the log is the norm of the gradient after clipping and noise: mostly the noise. It does not "
-    "tell whether the model learns; the loss does"
+    "show whether the model learns; the loss does"
 )
 PROCESSES_OPTION = ("--num_processes", "--num-processes")
 THREADS_OPTION = ("--num_cpu_threads_per_process", "--num-cpu-threads-per-process")
@@ -107,7 +106,7 @@ def main() -> None:
 
 
 def carry_out(recipe: str | Path, overrides: Sequence[str]) -> None:
-    """Run a recipe and end the process; a mistake in the recipe or in the data is one line and exit code 2.
+    """Run a recipe and end the process; a mistake in the recipe or the data prints one line, with exit code 2.
 
     Args:
         recipe: a file, or the name of a shipped recipe.
@@ -149,7 +148,7 @@ def program() -> None:
 
 
 def _has_to_say(error: Exception) -> bool:
-    """Whether this process prints an error: one of each machine prints what all of them found."""
+    """Return whether this process prints an error: one process per machine prints an error that all of them raised."""
     return isinstance(error, OtherProcessError) or is_first_to_say(f"{type(error).__name__}: {words_of(error)}")
 
 
@@ -170,13 +169,13 @@ def leave(code: int, together: bool) -> None:
 
 
 def run(recipe: Recipe) -> int:
-    """Run the recipe up to the model and its report; return the exit code, which is not 0 after most signals."""
+    """Run the recipe up to the model and its report; return the exit code, which is nonzero after most signals."""
     began, phases = time.monotonic(), Phases(console, bars=not recipe.train.get("disable_tqdm"))
     phases.begin("checking the recipe", "options, model and output folder")
     if recipe.beside:
         name = next(iter(recipe.beside))
         raise ConfigError(
-            f"the recipe has a section {name}, and here one trainer would read all records itself: run it with "
+            f"the recipe has a section {name}, but this program would train one model on all records: run it with "
             f"dpllm {name}, or leave the section out"
         )
     check_recipe(recipe)  # before anything is read
@@ -190,29 +189,29 @@ def run(recipe: Recipe) -> int:
 
 
 def run_in(recipe: Recipe, args: TrainingArguments, phases: Phases, began: float) -> int:
-    """Run the recipe on processes that are connected; return the exit code.
+    """Run the recipe on connected processes; return the exit code.
 
     Args:
         recipe: the recipe.
-        args: its section `train`.
-        phases: of the run.
-        began: when it began (`time.monotonic`).
+        args: the training arguments from its section `train`.
+        phases: phases of the run.
+        began: start time of the run (`time.monotonic`).
     """
     output = Path(str(args.output_dir))
     restart = begin_in(output, args.resume_from_checkpoint, Processes())
     resume = restart.checkpoint
     if not restart.continues and is_used(output / LEDGER_FILE):
         raise ValueError(
-            f"{output} already holds a private run: go on with it by train.resume_from_checkpoint=auto, or set "
+            f"{output} already holds a private run: continue it with train.resume_from_checkpoint=auto, or set "
             "train.output_dir to another folder"
         )
 
     if restart.continues and recipe.model.name is not None and recipe.model.adapter is not None:
         Processes().from_main(lambda: refuse_other_start(output / LEDGER_FILE, str(recipe.model.name)))
 
-    # The private records. Their number fixes the plan before anything is trained.
+    # The number of private records fixes the plan before anything is trained.
     train_records, eval_records, plan = read(recipe, args, phases)
-    if recipe.privacy.budget_file and not resume:  # now, and not only after the public training
+    if recipe.privacy.budget_file and not resume:  # before the public training, not only after it
         require_room(recipe.privacy.budget_file, plan, str(recipe.privacy.dataset))
 
     num_labels = num_labels_of(train_records, recipe.data)
@@ -245,14 +244,14 @@ def add_sources(
     train_records: datasets.Dataset,
     eval_records: datasets.Dataset | None,
 ) -> None:
-    """Add the records of a recipe and their files to what its run was given.
+    """Add the records of a recipe and their files to the sources of its run.
 
     Args:
-        sources: of the trainer.
+        sources: sources that the trainer notes.
         recipe: the recipe.
         start: the public parts.
         train_records: the private records.
-        eval_records: those held out.
+        eval_records: the held-out records.
     """
     data = recipe.data
     sources.training.append(train_records)
@@ -260,11 +259,11 @@ def add_sources(
         sources.held_out.append(eval_records)
     own = [path for path in (data.path, None if data.eval.public else data.eval.path) if path is not None]
     sources.paths += [path for path in own if find_files(path)]
-    if find_files(data.path):  # also of columns that no key names
+    if find_files(data.path):  # includes columns that no key names
         sources.people += columns_of(data).people
     sources.label_columns += [data.column("label"), data.column("tags")]
     sources.class_names = data.class_names
-    if recipe.model.tokenizer_vocab_size is not None:  # trained here, on the public text
+    if recipe.model.tokenizer_vocab_size is not None:  # trained by this run, on the public text
         sources.preprocessing = [one for one in sources.preprocessing if one != OWN_TOKENIZER]
     sources.public += start.public
 
@@ -275,9 +274,9 @@ def _section(recipe: Recipe) -> dict[str, Any]:
 
 
 def note_start(recipe: Recipe, trainer: DPTrainer, output: Path) -> None:
-    """Write the recipe beside the ledger, and the hash of the starting weights of an adapter into it; on rank 0.
+    """Write the recipe next to the ledger, and the hash of an adapter's starting weights into it; on rank 0.
 
-    An adapter is added to these weights again later, and they are in a folder of their own; see
+    The adapter needs these weights again when it is loaded, and they are stored in a different folder; see
     `dpllm.models.start_files`.
     """
     save_recipe(recipe, output / RECIPE_FILE)
@@ -302,16 +301,16 @@ def trainer_of(
 
     Args:
         recipe: the recipe.
-        args: its section `train`.
+        args: the training arguments from its section `train`.
         start: the public parts.
-        records: the private records, and those held out.
+        records: the private and the held-out records.
         num_labels: number of classes, if the model is a classifier.
         before: a callback of the trainer.
     """
     tokenizer, task, phases = start.tokenizer, recipe.model.task, before.phases
     train_records, eval_records = records
     model = load_base_model(start.model, tokenizer, num_labels)
-    if recipe.data.class_names is not None:  # the released model then answers with them
+    if recipe.data.class_names is not None:  # the released model answers with these names
         name_classes(model, recipe.data.class_names, own=True)
     options: dict[str, Any] = {
         "callbacks": [before],
@@ -352,7 +351,7 @@ def trainer_of(
 def read(
     recipe: Recipe, args: TrainingArguments, phases: Phases
 ) -> tuple[datasets.Dataset, datasets.Dataset | None, PrivacyPlan]:
-    """Read the private records, the held-out ones, and compute and print the plan."""
+    """Read the private and the held-out records; compute and print the plan."""
     phases.begin("reading the records")
     with args.main_process_first(desc="reading the records"):
         train_records, eval_records = load_train_and_eval(recipe.data, recipe.privacy)
@@ -369,11 +368,11 @@ def read(
 
 
 def read_words(num_units: int, eval_records: datasets.Dataset | None, privacy: PrivacyConfig) -> str:
-    """Return what was read: the units to train on, and those held out, both counted in the same way.
+    """Return a sentence about the records: the units to train on and those held out, counted in the same way.
 
     Args:
         num_units: N.
-        eval_records: those held out; None: there are none.
+        eval_records: the held-out records; None: there are none.
         privacy: the definition of a unit.
     """
     if privacy.protects != "user":
@@ -383,7 +382,7 @@ def read_words(num_units: int, eval_records: datasets.Dataset | None, privacy: P
     if not eval_records:
         return words
     column, count = privacy.unit, f"{len(eval_records):,} records"
-    if column not in eval_records.column_names:  # of a file of their own, which need not name users
+    if column not in eval_records.column_names:  # a separate file need not name users
         return f"{words}; {count} held out"
     users = len({str(name) for name in eval_records[column]})
     return f"{words}, {users:,} users held out, with {count}"
@@ -391,13 +390,13 @@ def read_words(num_units: int, eval_records: datasets.Dataset | None, privacy: P
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """The public parts of a run: the model and the tokenizer at which the private training begins.
+    """The public parts of a run: the model and the tokenizer from which the private training starts.
 
     Attributes:
         model: the starting model.
         tokenizer: its tokenizer.
         public: earlier training on public data, one line each.
-        declared: open points of the report about it.
+        declared: open points of the report about them.
     """
 
     model: ModelConfig
@@ -419,10 +418,10 @@ def public_start(
     Args:
         recipe: the recipe.
         private: the private records, which may not be in the public text.
-        held_out: those held out, which may not be in it either, unless they are public.
+        held_out: the held-out records, which may not be in it either, unless they are public.
         num_labels: number of classes, if the model is a classifier.
         continues: whether a run is continued.
-        phases: of the run.
+        phases: phases of the run.
     """
     weights = recipe.release.base_model or recipe.model.name
     public = [f"starting weights: {_without_place(weights)}"] if weights and recipe.model.name else []
@@ -442,7 +441,7 @@ def public_start(
 
 
 def _without_place(name: str) -> str:
-    """Return a file's or folder's own name: report, card and ledger are published, and say nothing of this machine."""
+    """Return a file's or folder's own name: report, card and ledger are published, and must not reveal local paths."""
     path = Path(name).expanduser()
     return path.resolve().name if path.exists() else name
 
@@ -470,8 +469,8 @@ def finish(
         after = evaluated(trainer.model, held_out, trainer.processes, phases)
     phases.begin("saving", "the model with its plan, ledger, report and card")
 
-    # Measurements on private records are on the screen, in the picture and in a file that is not for release. The
-    # report counts them. It prints those on public records only, and no duration, which depends on the private records.
+    # Measurements on private records go to the screen, the picture and a file that is not for release. The report
+    # counts them. It prints only those on public records, and no duration, which depends on the private records.
     utility, public = figure_words(before, after), recipe.data.eval.public
     if utility and not public:
         trainer.disclose(HELD_OUT, len(utility))
@@ -524,7 +523,7 @@ def results(trainer: DPTrainer, picture: Path, began: float) -> list[tuple[str, 
 
 
 def steps_taken(trainer: DPTrainer) -> str:
-    """Return the charged steps of a run, and those that its weights hold where a crash lost some."""
+    """Return the number of charged steps, and where a crash lost some, the number contained in the weights."""
     contents = read_ledger(Path(str(trainer.args.output_dir)) / LEDGER_FILE)
     return steps_words(contents.num_steps, trainer.plan.num_steps, lost_steps(contents))
 
@@ -540,10 +539,10 @@ def use_all_cores() -> None:
 
 
 def threads_were_set() -> bool:
-    """Return whether the user gave OMP_NUM_THREADS, or the launcher's option for it.
+    """Return whether the user set OMP_NUM_THREADS, or the launcher's option for it.
 
-    A number other than 1 was given, or the launcher divided the cores. The launcher also writes 1 where nothing was
-    given, so its own environment and command line tell whether 1 was. If they cannot be read, it was not.
+    A number other than 1 was set, or the launcher divided the cores. The launcher also writes 1 where nothing was
+    set, so its own environment and command line show whether 1 was. If they cannot be read, it was not.
     """
     if os.environ.get("OMP_NUM_THREADS", "1") != "1":
         return True
@@ -558,7 +557,7 @@ def threads_were_set() -> bool:
 
 
 def launchers_words() -> list[str]:
-    """Return the command line of the program that started this one; none if it cannot be read."""
+    """Return the command line of the program that started this one; empty if it cannot be read."""
     try:
         launcher = psutil.Process().parent()
         return [] if launcher is None else launcher.cmdline()
@@ -567,16 +566,16 @@ def launchers_words() -> list[str]:
 
 
 def unstarted_processes(words: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
-    """Return what to say if `accelerate launch` was asked for several processes and started one; "" otherwise.
+    """Return a remark if `accelerate launch` was asked for several processes but started one; "" otherwise.
 
-    Without a GPU it starts one process and says nothing, unless the configuration is for several processes on the CPU.
+    Without a GPU it silently starts one process, unless the configuration is for several processes on the CPU.
 
     Args:
         words: the launcher's command line.
         environment: environment variables. None: those of this process.
 
     >>> unstarted_processes(["accelerate", "launch", "--num_processes", "2", "recipes/finetune.py"], {})[:57]
-    'accelerate launch was asked for 2 processes and started 1'
+    'accelerate launch was asked for 2 processes but started 1'
     """
     if process_number("WORLD_SIZE", 1, environment) > 1 or "launch" not in words[:4]:
         return ""
@@ -589,17 +588,17 @@ def unstarted_processes(words: Sequence[str], environment: Mapping[str, str] | N
     if number < 2:
         return ""
     return (
-        f"accelerate launch was asked for {number} processes and started 1, since it found no GPU: on the CPU use "
+        f"accelerate launch was asked for {number} processes but started 1, since it found no GPU. On the CPU, use "
         "dpllm train --config cpu_ddp, or accelerate launch --config_file accelerate_configs/cpu_ddp.yaml"
     )
 
 
 class Begin(TrainerCallback):
-    """Callback before the private steps: it measures the held-out records, and tells the phases.
+    """Callback before the private steps: it measures the held-out records, and announces the phases.
 
     Attributes:
-        trainer: whose ledger has the charged steps; set before the training.
-        result: the figure before the training. None: there was nothing to measure.
+        trainer: trainer whose ledger has the charged steps; set before the training.
+        result: the score before the training. None: there was nothing to measure.
     """
 
     def __init__(self, held_out: HeldOut | HeldOutPairs | None, phases: Phases, planned: int) -> None:
@@ -615,25 +614,25 @@ class Begin(TrainerCallback):
             processes = Processes() if args.world_size > 1 else None
             self.result = evaluated(kwargs["model"], self.held_out, processes, self.phases)
         assert self.trainer is not None and self.trainer.ledger is not None, "the training has begun"
-        charged = self.trainer.ledger.num_steps  # more than the weights hold, where a crash lost some
+        charged = self.trainer.ledger.num_steps  # more than the weights contain, where a crash lost some
         self.phases.begin("training", cut_short(state.max_steps - charged, self._planned - charged))
         self.phases.say(NOISY_NORM)
 
 
 class End(TrainerCallback):
-    """Callback that tells the phase after the private steps; added to the trainer, so that the bar is closed before."""
+    """Callback that announces the phase after the private steps; added last, so that the bar is closed before."""
 
     def __init__(self, phases: Phases) -> None:
         """Store the phases."""
         self.phases = phases
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin the phase of the report, which is made once and is then on the disk, whatever follows."""
-        self.phases.begin("report", "ε again from the ledger, with its cross-checks by other accountants")
+        """Begin the phase of the report, which is written once and is then on the disk, whatever follows."""
+        self.phases.begin("report", "recomputing ε from the ledger, with cross-checks by other accountants")
 
 
 def evaluated(model: Any, held_out: HeldOut | HeldOutPairs, processes: Processes | None, phases: Phases) -> Measurement:
-    """Measure the held-out records, with a bar, and print the figures."""
+    """Measure the held-out records, with a progress bar, and print the scores."""
     with phases.bar(held_out.size, "row") as moved:
         found = held_out.measure(model, processes, moved)
     phases.end(", ".join(f"{name} {value:.4g}" for name, value in found.figures.items()))
@@ -650,8 +649,8 @@ def pretrain(
 ) -> ModelConfig:
     """Train on the public text, without privacy; return the trained model as the start of the private training.
 
-    A run that is continued (``continues``) finds it there; its ledger names these files. Any other model there may be
-    from another text.
+    A continued run (``continues``) loads the model that is already there, whose files the ledger names. In any other
+    run, a model there may come from a different text.
     """
     public = recipe.public_pretrain
     assert public is not None

@@ -1,9 +1,9 @@
-"""Token losses of a causal language model whose head is computed in chunks (`dpllm.ghost.chunked_head`).
+"""Compute a causal language model's token losses with its head in chunks (`dpllm.ghost.chunked_head`).
 
-The model is called as usual, so that hooks of engines and wrappers run. For the call, the forward function of its head
-is replaced by one that computes the losses from the hidden states and returns them in place of the logits.
+The model is called as usual, so that hooks of engines and wrappers run. During the call, the forward function of its
+head is replaced by one that computes the losses from the hidden states and returns them instead of the logits.
 
-What the model does with its logits is read from its configuration and compared once with the model itself. Where it
+The model's use of its logits is read from its configuration and compared once with the model itself. Where it
 differs, and for a head that is not a plain linear layer, the model computes all logits, and the log says why.
 
 Shape suffixes: B rows, T tokens, D width of a hidden state, V vocabulary.
@@ -35,12 +35,12 @@ from dpllm.training.choose_clipper import in_mode
 _FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 _DIVISORS = ("logits_scaling",)
 _CAPS = ("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap")
-_COMPARED, _LARGE = 64, 32.0  # hidden states that are made up, and compared at that multiple too, where a cap shows
+_COMPARED, _LARGE = 64, 32.0  # synthetic hidden states; they are also compared at that multiple, where a cap shows
 logger = logging.getLogger(__name__)
 
 
 def formula_of(config: Any) -> LogitFormula:
-    """Return what a model's configuration says about its logits: a factor and a cap.
+    """Return the factor and the cap that a model's configuration sets for its logits.
 
     >>> import types
     >>> formula_of(types.SimpleNamespace(logits_scaling=8.0, final_logit_softcapping=30.0))
@@ -61,20 +61,20 @@ class HeadLosses:
 
     Args:
         mode: "auto": in chunks for a head that is not trained, which costs nothing; and for a trained one under
-            activation checkpointing where the logits outweigh what is kept of the blocks (see
+            activation checkpointing where the logits outweigh the stored part of the blocks (see
             `dpllm.ghost.parameters.logits_outweigh`). "chunks": every trained head, whose logits are then computed
             twice. "whole": never.
-        has_prompt: whether the model puts the tokens of a soft prompt before those of a row.
+        has_prompt: whether the model prepends the tokens of a soft prompt to those of a row.
 
     Attributes:
-        clipper: takes the gradient of a trained head in the backward pass. None: trained heads stay whole.
+        clipper: computes the gradient of a trained head in the backward pass. None: trained heads stay whole.
 
     Raises:
-        ConfigError: another mode.
+        ConfigError: the mode is unknown.
     """
 
     def __init__(self, mode: str = "auto", has_prompt: bool = False) -> None:
-        """Start without having compared any model."""
+        """Store the arguments; no model has been compared yet."""
         choice("head", mode, HEADS)
         self._mode, self._has_prompt = mode, has_prompt
         self.clipper: GhostClipper | None = None
@@ -85,7 +85,7 @@ class HeadLosses:
         """Call the model.
 
         Args:
-            model: PEFT-wrapped or not.
+            model: the model, PEFT-wrapped or not.
             inputs: its inputs, without labels.
             target_BT: the target of each position, -100 where there is none.
 
@@ -93,7 +93,7 @@ class HeadLosses:
             The model's output and the losses (B, T). Without losses, the output has all logits.
 
         Raises:
-            ValueError: the labels do not have the length of the input.
+            ValueError: the labels are not as long as the input.
         """
         clipper = self.clipper if torch.is_grad_enabled() else None
         if clipper is not None:
@@ -110,8 +110,8 @@ class HeadLosses:
             target = target_BT[: len(hidden_BTD)]  # a clipper tries its taps on a few rows of its first call
             if hidden_BTD.shape[:2] != target.shape:
                 raise ValueError(
-                    f"The head reads hidden states {tuple(hidden_BTD.shape)}, and the labels are "
-                    f"{tuple(target_BT.shape)}. Labels must have the length of the input and of the logits."
+                    f"The head reads hidden states {tuple(hidden_BTD.shape)}, but the labels are "
+                    f"{tuple(target_BT.shape)}. Labels must be as long as the input and the logits."
                 )
             index_BT = inputs.get("input_ids") if table is head.weight else None
             for parameter in _trained(head):
@@ -135,10 +135,10 @@ class HeadLosses:
         """Return the formula of a model whose head is computed in chunks, or why it is computed whole."""
         head = _head_of(model)
         if not isinstance(head, nn.Linear) or not is_linear(head):
-            return "the model has no head that is a plain linear layer"
+            return "the model's head is not a plain linear layer"
         hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)
         if "forward" in vars(head) or any(hooks):
-            return "the head has hooks or a forward function of its own"
+            return "the head has hooks or its own forward function"
         if _trained(head) and (why := self._whole_if_trained(model, head, inputs)):
             return why
         if model not in self._compared:
@@ -162,7 +162,7 @@ class HeadLosses:
 
 
 def _trained(head: Any) -> list[nn.Parameter]:
-    """Return what gets a gradient."""
+    """Return the parameters of a head that get a gradient."""
     parameters = (head.weight, head.bias) if torch.is_grad_enabled() else ()
     return [p for p in parameters if p is not None and p.requires_grad]
 
@@ -186,14 +186,14 @@ def _table_of(model: Any) -> Any:
 
 
 def _forward(head: Any, hidden_BTD: Tensor) -> Tensor:
-    """Do what a head does within `_call`."""
+    """Compute what a head computes within `_call`."""
     function, returned = head._tap_head
     returned.append(function(head, hidden_BTD))
     return returned[-1]
 
 
 def _call(model: Any, inputs: Mapping[str, Any], function: Callable[[Any, Tensor], Tensor]) -> tuple[Any, Tensor]:
-    """Call a model whose head, of a subclass for that time, computes something else; return both results.
+    """Call a model whose head temporarily has a subclass that computes something else; return both results.
 
     Raises:
         RuntimeError: the model does not call its head, or, without gradients, more than once.
@@ -214,10 +214,10 @@ def _call(model: Any, inputs: Mapping[str, Any], function: Callable[[Any, Tensor
 
 
 def _compare(model: Any, inputs: Mapping[str, Any]) -> LogitFormula | str:
-    """Return the formula whose losses are those of the model's own logits, or how the two differ.
+    """Return the formula whose losses equal those of the model's own logits, or how the two differ.
 
-    Hidden states and labels are made up: what is decided and logged follows no row. Then one number per token takes the
-    logits' place, as the losses do later.
+    Hidden states and labels are synthetic, so the decision and the log depend on no row. Then one number per token
+    replaces the logits, as the losses do later.
     """
     formulas = list(dict.fromkeys([formula_of(_inside(model).config), LogitFormula()]))
     targets: list[Tensor] = []
@@ -239,8 +239,8 @@ def _compare(model: Any, inputs: Mapping[str, Any]) -> LogitFormula | str:
             errors = [float((expected - one).abs().max() / (1 + whole.abs().max())) for one in losses]
             small, one = _call(model, inputs, lambda _, hidden_BTD: hidden_BTD[..., :1])
             if small.logits.shape != one.shape:
-                return "the model's output has another shape than its head's"
-    except Exception as raised:  # the model's own code; a mistake in the inputs is raised by the ordinary call, too
+                return "the model's output and its head's output have different shapes"
+    except Exception as raised:  # from the model's own code; the ordinary call also raises a mistake in the inputs
         if is_shortage(raised):
             raise
         return f"the model's logits cannot be replaced ({type(raised).__name__})"
@@ -248,11 +248,11 @@ def _compare(model: Any, inputs: Mapping[str, Any]) -> LogitFormula | str:
     for formula, error in zip(formulas, errors, strict=True):
         if error <= tolerance:
             return formula
-    return f"{type(_inside(model)).__name__} computes them in another way (relative difference {errors[0]:.1e})"
+    return f"{type(_inside(model)).__name__} computes them differently (relative difference {errors[0]:.1e})"
 
 
 class _Joined(torch.autograd.Function):
-    """The losses, with an edge to the model's output, along which zeros go back."""
+    """The losses, with an edge to the model's output through which zeros flow back."""
 
     @staticmethod
     def forward(ctx: Any, loss_BT: Tensor, output: Tensor) -> Tensor:

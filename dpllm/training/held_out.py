@@ -1,8 +1,8 @@
-"""Everything that a recipe measures on its held-out records: the loss's figure, and the metrics of `data.metrics`.
+"""Compute everything that a recipe measures on its held-out records: the task's score, and `data.metrics`.
 
-Place in the flow: before and after the private steps, by the program of a recipe. Metrics of text let the model write
-after each different prompt, always the likeliest token, and compare its text with the completions of all records that
-have this prompt. ε covers no figure of private records: the program counts each with `DPTrainer.disclose`.
+The program of a recipe measures before and after the private steps. For text metrics, the model continues each distinct
+prompt greedily, and its text is compared with the completions of all records that have this prompt. ε covers no figure
+of private records: the program counts each with `DPTrainer.disclose`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from dpllm.training.evaluation import Measurement, measure
 
 Texts = Sequence[str]
 References = Sequence[Sequence[str]]
-"""For each text one or more references."""
+"""One or more references for each text."""
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -45,8 +45,8 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 def bleu(texts: Texts, references: References) -> float:
     """Return the corpus BLEU, 0 to 100, each text compared with all of its references.
 
-    It is sacreBLEU's with its default settings (case-sensitive, tokenizer 13a, exponential smoothing; Post 2018,
-    arXiv:1804.08771). Texts may have different numbers of references.
+    It is computed by sacreBLEU with its default settings (case-sensitive, tokenizer 13a, exponential smoothing; Post
+    2018, arXiv:1804.08771). Texts may have different numbers of references.
 
     Raises:
         ModuleNotFoundError: the extra "metrics" is not installed.
@@ -56,15 +56,15 @@ def bleu(texts: Texts, references: References) -> float:
 
 
 def rouge(kind: str, texts: Texts, references: References) -> float:
-    """Return the mean ROUGE F-measure, 0 to 100, of each text and the reference that it is closest to.
+    """Return the mean ROUGE F-measure, 0 to 100, of each text and the reference closest to it.
 
-    It is that of the package rouge-score, without stemming (Lin 2004: ROUGE, a package for automatic evaluation of
+    It is computed by the package rouge-score, without stemming (Lin 2004: ROUGE, a package for automatic evaluation of
     summaries).
 
     Args:
         kind: "rouge1", "rouge2" or "rougeL".
-        texts: to compare.
-        references: of each text.
+        texts: texts to compare.
+        references: references of each text.
 
     Raises:
         ModuleNotFoundError: the extra "metrics" is not installed.
@@ -94,7 +94,7 @@ def token_f1(texts: Texts, references: References) -> float:
 
 
 def plain(answer: str) -> str:
-    """Return an answer without case, punctuation, articles and more than single spaces, as SQuAD compares answers.
+    """Return an answer without case, punctuation, articles and repeated spaces, as SQuAD compares answers.
 
     Source: Rajpurkar et al. 2016, arXiv:1606.05250, section 6.1.
 
@@ -119,11 +119,11 @@ TEXT_METRICS: Mapping[str, Callable[[Texts, References], float]] = {
     "exact_match": exact_match,
     "token_f1": token_f1,
 }
-"""Names of `dpllm.config.metrics.METRICS` -> function of texts and their references."""
+"""Functions of texts and their references, by the names in `dpllm.config.metrics.METRICS`."""
 
 
 Moved = Callable[[int], None] | None
-_ROWS = 64  # of a forward pass
+_ROWS = 64  # rows of a forward pass
 _LONGEST_ANSWER = 30  # tokens, as in the evaluations of SQuAD
 
 
@@ -133,10 +133,10 @@ class HeldOutRows:
 
     Attributes:
         records: the held-out records.
-        rows: made of them by `dpllm.data.rows.tokenize_records`.
-        collator: of the rows; it determines the task.
-        config: the recipe's section; `metrics` names the figures.
-        tokenizer: of the model.
+        rows: rows made from them by `dpllm.data.rows.tokenize_records`.
+        collator: collator of the rows; it determines the task.
+        config: the recipe's section; `metrics` names the metrics.
+        tokenizer: tokenizer of the model.
     """
 
     records: datasets.Dataset
@@ -147,17 +147,17 @@ class HeldOutRows:
 
 
 class HeldOut:
-    """The figures that are measured on held-out records.
+    """The scores that are measured on held-out records.
 
     Attributes:
         rows: the tokenized records.
-        collator: of the rows.
+        collator: collator of the rows.
 
     Args:
         given: the records and their rows.
 
     Raises:
-        DataError: a record has an empty prompt, after which no model can write.
+        DataError: a record has an empty prompt, which no model can continue.
     """
 
     def __init__(self, given: HeldOutRows) -> None:
@@ -175,12 +175,12 @@ class HeldOut:
         return len(self.rows) + (0 if self._texts is None else len(self._texts.references))
 
     def measure(self, model: Any, processes: Processes | None = None, moved: Moved = None) -> Measurement:
-        """Return the model's figures; all processes call this together.
+        """Return the model's scores; all processes call this together.
 
         Args:
             model: a transformers model on its device.
-            processes: over which the rows are divided.
-            moved: called after each batch with its number of rows, over all processes; `size` in all.
+            processes: processes over which the rows are divided.
+            moved: called after each batch with its number of rows, over all processes; `size` in total.
         """
         found = measure(model, self.rows, self.collator, processes=processes, moved=moved, macro_f1=self._macro_f1)
         if self._texts is None:
@@ -191,10 +191,10 @@ class HeldOut:
 
 
 class Completions:
-    """The different prompts of records, and for each the completions of all records that have it.
+    """The distinct prompts of records, and for each the completions of all records that have it.
 
     Attributes:
-        references: for each prompt its completions.
+        references: the completions of each prompt.
     """
 
     def __init__(self, given: HeldOutRows) -> None:
@@ -212,7 +212,7 @@ class Completions:
                 head = ids if task == "seq2seq_lm" else ids[: _first_target(labels)]
                 if not head:
                     raise DataError(
-                        f"held-out record {number} has an empty prompt, after which the model cannot write: fill it "
+                        f"held-out record {number} has an empty prompt, so the model has nothing to continue: fill it "
                         "in, remove the record, or set data.metrics=[]"
                     )
                 self.references.append([])
@@ -221,16 +221,16 @@ class Completions:
             self.references[places[prompt]].append(completion.strip())
 
     def written(self, model: Any, processes: Processes | None = None, moved: Moved = None) -> list[str]:
-        """Return the model's text after each prompt."""
+        """Return the model's continuation of each prompt."""
         texts = continuations(model, self._tokenizer, self._prompts, self._limits, processes=processes, moved=moved)
         return [str(self._tokenizer.decode(ids, skip_special_tokens=True)).strip() for ids in texts]
 
 
 class Answers:
-    """Questions about texts, and the answers of people; compared without case, punctuation and articles.
+    """Questions about texts, and people's answers; compared without case, punctuation and articles.
 
     Attributes:
-        references: for each question its answers; one empty text if there is none.
+        references: the answers to each question; one empty string if there is none.
     """
 
     def __init__(self, given: HeldOutRows) -> None:
@@ -249,7 +249,7 @@ class Answers:
         model.eval()
         found: dict[int, list[str]] = {}
         for turn in range(-(-len(starts) // size)):
-            # A sharded model runs on all processes or on none: one without rows answers what nobody reads.
+            # A sharded model runs on all processes or on none: one without rows computes answers that are not used.
             mine = turn * size + rank
             start = starts[mine] if mine < len(starts) else starts[0]
             texts = self._answers(model, range(start, min(start + _ROWS, num_rows)))
@@ -284,8 +284,8 @@ def best_span(start_T: Tensor, end_T: Tensor, own_T: Tensor) -> tuple[int, int]:
 
     Args:
         start_T: (T,) scores of each token as the first of the answer.
-        end_T: (T,) as the last.
-        own_T: (T,) bool: the candidates.
+        end_T: (T,) scores of each token as the last of the answer.
+        own_T: (T,) bool, the candidate tokens.
     """
     size = len(start_T)
     allowed_TT = (own_T[:, None] & own_T[None, :]).triu().tril(_LONGEST_ANSWER - 1)

@@ -1,7 +1,4 @@
-"""Notes in the ledger about the units and the data of a run.
-
-Place in the flow: beside run; after the data are read and before the first step.
-"""
+"""Write notes about the units and the data of a run into its ledger, before the first step."""
 
 from __future__ import annotations
 
@@ -36,11 +33,12 @@ from dpllm.report.private_strings import FILE, ID, PrivateStrings
 from dpllm.training.shared_ledger import SharedLedger
 
 ONE_BY_ONE = (
-    "The column '{column}' names people, and its values repeat, but a unit of privacy is one record (unit: sequence). "
-    "Records of one person are protected one by one, and all of a person's together are protected less than this ε "
-    "says. Train with data.columns.unit: {column}, or confirm that protection of single records is meant."
+    "The column '{column}' names people, and its values repeat, but the unit of privacy is one record (unit: "
+    "sequence). Records of one person are protected one by one, and all of a person's records together are protected "
+    "less than this ε says. Train with data.columns.unit: {column}, or confirm that single records are to be "
+    "protected."
 )
-"""The open point of records beside a column of people."""
+"""The open point of single records next to a column of people."""
 NAMES = "the names of the classes in config.json, "
 CLASSES = "the number of the classes, class weights, or statistics of the labels"
 OWN_TOKENIZER = "the vocabulary of the tokenizer, which is not the base model's"
@@ -50,7 +48,7 @@ _BLOCKS, _FEWEST_BLOCKS = 0.95, 20  # this share, of at least this many rows, ha
 
 
 def note_users(ledger: Ledger | SharedLedger, units: UnitIndex, column: str | None) -> None:
-    """Note in the ledger the reasons to doubt that a unit is all that one person gave.
+    """Note in the ledger the reasons to doubt that a unit contains everything that one person contributed.
 
     Args:
         ledger: ledger of the run that begins.
@@ -80,9 +78,9 @@ def note_units(
         lengths = np.array([np.count_nonzero(mask) for mask in values_in(dataset, "attention_mask")])
     if _all_as_long(lengths):
         ledger.append_open_point(
-            f"Nearly all rows have the same number of tokens, and no column '{RECORD}' says which record they are "
+            f"Nearly all rows have the same number of tokens, and no column '{RECORD}' says which record they come "
             "from. If documents were joined and cut into blocks, a document is spread over several units and is "
-            f"protected less than one: give each row the number of its record in a column '{RECORD}' "
+            f"protected less than one unit. Give each row its record's number in a column '{RECORD}' "
             "(dpllm.data.rows.tokenize_records does it), or confirm that each row is a whole record."
         )
 
@@ -93,13 +91,13 @@ def _all_as_long(lengths: np.ndarray) -> bool:
 
 
 def note_preprocessing(ledger: Ledger | SharedLedger, model: Any, declared: bool, others: Iterable[str] = ()) -> None:
-    """Note what of a run could have been computed from all records before it, which no program can see.
+    """Note what may have been computed from all records before the run, which no program can see.
 
     Args:
         ledger: ledger of the run that begins.
-        model: to train; a classifier or a regression has names, weights or scales from somewhere.
+        model: model to train; a classifier or a regression has names, weights or scales from somewhere.
         declared: whether the names of the classes were declared (``data.class_names``).
-        others: what else there is (`own_parts`, `tokens_of_others`).
+        others: further candidates (`own_parts`, `tokens_of_others`).
     """
     task = task_of(model)
     if labels_of(task) in ("class", "tokens") or task == "multi_label_classification":
@@ -114,10 +112,10 @@ def note_preprocessing(ledger: Ledger | SharedLedger, model: Any, declared: bool
 
 
 def own_parts(**parts: Any) -> list[str]:
-    """Return the user's own loss or collator, in which numbers may be, in words.
+    """Return descriptions of the user's own loss or collator, which may contain numbers.
 
     Args:
-        parts: by name; None: not given.
+        parts: parts by name; None: not given.
     """
     found = []
     for name, part in parts.items():
@@ -125,21 +123,21 @@ def own_parts(**parts: Any) -> list[str]:
         module = str(getattr(inner, "__module__", None) or type(inner).__module__).partition(".")[0]
         if part is not None and module not in _KNOWN_MODULES:
             words = getattr(inner, "__qualname__", type(inner).__qualname__)
-            found.append(f"numbers inside of the {name} {words}")
+            found.append(f"numbers in the {name} {words}")
     return found
 
 
 def scores_in(dataset: Any) -> list[str]:
-    """Return the columns of scores by which pairs of answers may have been chosen, in words."""
+    """Return descriptions of columns of scores by which pairs of answers may have been chosen."""
     names = [name for name in names_in(dataset) if _SCORE.search(name)]
     return [f"scale and thresholds of the rewards or scores in the column '{name}'" for name in names]
 
 
 def tokens_of_others(tokenizer: Any, model: Any) -> list[str]:
-    """Return the tokens of a tokenizer that are not those of the base model, in words.
+    """Return descriptions of the tokens of a tokenizer that are not the base model's.
 
     Args:
-        tokenizer: of the run. Anything else than a tokenizer has none.
+        tokenizer: tokenizer of the run. Other objects have no tokens.
         model: the base model, with the name under which it was loaded.
     """
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
@@ -151,7 +149,7 @@ def tokens_of_others(tokenizer: Any, model: Any) -> list[str]:
             if base
             else {}
         )
-    except Exception:  # any: no tokenizer is beside the weights, or it needs code
+    except Exception:  # any: the weights have no tokenizer, or it needs code
         known = {}
     own = tokenizer.get_vocab()
     if not known and base and base == tokenizer.name_or_path:
@@ -163,16 +161,16 @@ def tokens_of_others(tokenizer: Any, model: Any) -> list[str]:
 
 @dataclass
 class PrivateSources:
-    """What a run was given beside its rows: texts of the data that may not be published, and what has another source.
+    """Private sources of a run in addition to its rows: texts that may not be published, and parts from elsewhere.
 
     Attributes:
-        training: the private data sets as they were given, such as with raw columns.
+        training: the private data sets as they were passed, for instance with raw columns.
         held_out: private data sets for evaluation.
         paths: files and folders of the data.
         label_columns: columns of labels or tags.
-        class_names: names of the classes, where they were declared. None: they were not.
-        people: columns that name people, which repeat, beside those in ``training``.
-        preprocessing: what could have been computed from the records before the run, in words.
+        class_names: names of the classes, if they were declared. None: they were not.
+        people: columns that name people, which repeat, in addition to those in ``training``.
+        preprocessing: descriptions of what may have been computed from the records before the run.
         public: other texts that were declared public.
     """
 
@@ -190,8 +188,8 @@ class PrivateSources:
 
         Args:
             ledger: ledger of the run that begins.
-            model: to train.
-            plan: of the run.
+            model: model to train.
+            plan: plan of the run.
         """
         note_preprocessing(ledger, model, self.class_names is not None, self.preprocessing)
         if plan.unit == "sequence":
@@ -208,7 +206,7 @@ class PrivateSources:
 
         Args:
             unit_column: column of the units' ids. None: a unit is a record.
-            folder: of the run.
+            folder: folder of the run.
         """
         found = PrivateStrings()
         for path in self.paths:
@@ -228,7 +226,7 @@ class PrivateSources:
 
 
 def _labels(source: Any, column: str) -> Iterator[list[str]]:
-    """Yield the labels of each row that are text, or numbers of named classes; rows of other labels have none."""
+    """Yield the labels of each row that are strings, or numbers of named classes; other labels yield none."""
     names = None
     if isinstance(source, datasets.Dataset):
         kind = source.features[column]
@@ -252,9 +250,9 @@ def _listed(value: Any) -> list[Any]:
 
 
 def note_data(ledger: Ledger | SharedLedger, dataset: Any, units: UnitIndex, privacy: PrivacyUnit) -> None:
-    """Write down the files of the rows, not for release, and note the reasons to check them before a release.
+    """Record the files of the rows, not for release, and note the reasons to check them before a release.
 
-    Names of files may be names of people, and the number of records of each is no public fact: the ledger has neither.
+    Names of files may be names of people, and their numbers of records are not public: the ledger contains neither.
 
     Args:
         ledger: ledger of the run that begins.

@@ -1,12 +1,12 @@
-"""Divides the state of a checkpoint again, for a run on another engine or on another number of processes.
+"""Redistribute the state of a checkpoint for a run on another engine or on a different number of processes.
 
-Place in the flow: after the Trainer has distributed model and optimizer, before the run is attached. Weights, optimizer
-moments, step counts and the options of parameter groups are found by the names of parameters
-(`dpllm.engines.saved_state`); each process copies the entries that it holds. After that the optimizer's next step is
+This happens after the Trainer has distributed model and optimizer, and before the run is attached. Weights, optimizer
+moments, step counts and the options of parameter groups are found by parameter names
+(`dpllm.engines.saved_state`), and each process copies the entries that it holds. The optimizer's next step is then
 the step that the saved run would have taken.
 
-Guarantee: a state that the checkpoint lacks, that the optimizer does not know, or that this run would round, is an
-error. Nothing is left at its initial value silently.
+Guarantee: a state that the checkpoint lacks, that the optimizer does not have, or that this run would round, is an
+error. Nothing silently keeps its initial value.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ _OPTIONAL = {"initial_lr"}  # a schedule adds it
 
 
 def require_exact(saved: SavedState, saved_by: Setup, model: nn.Module, now: Setup, upcasts: bool) -> None:
-    """Check that no weight would be rounded, before the model is divided and before anything is charged.
+    """Check that no weight would be rounded, before the model is sharded and before anything is charged.
 
     DeepSpeed trains float32 copies of bfloat16 weights, and FSDP2 trains float32 weights under mixed precision. One
-    process and DDP train the weights as the model holds them.
+    process and DDP train the weights in the model's own dtype.
 
     Args:
         saved: the state of the checkpoint.
         saved_by: the engine that made it.
-        model: not yet divided.
+        model: model before it is sharded.
         now: the engine of this run.
         upcasts: whether accelerate trains float32 copies under FSDP2.
 
     Raises:
-        CheckpointError: a trained parameter is saved in a higher precision than this run trains.
+        CheckpointError: a trained parameter was saved in a higher precision than this run trains.
     """
     if now.config not in CONFIGS[: CONFIGS.index(FSDP2) + 1] or (now.config == FSDP2 and upcasts):
         return
@@ -52,8 +52,8 @@ def require_exact(saved: SavedState, saved_by: Setup, model: nn.Module, now: Set
         there, here = saved.dtype(name), dtypes.get(name)
         if there is not None and here is not None and torch.promote_types(there, here) != here:
             raise CheckpointError(
-                f"The checkpoint holds {name} in {_word(there)} ({saved_by}), and {now} would train it in "
-                f"{_word(here)}: rounding would lose the small updates in it. Resume with dpllm train --config "
+                f"The checkpoint holds {name} in {_word(there)} ({saved_by}), but {now} would train it in "
+                f"{_word(here)}: rounding would lose its small updates. Resume with dpllm train --config "
                 f"{saved_by.config}"
             )
 
@@ -72,10 +72,10 @@ def load_weights(
         module: the model inside its engine's wrapper.
         deepspeed: DeepSpeed's engine; None: another engine.
         processes: all processes.
-        may_lack_frozen: whether the checkpoint may lack parameters that are not trained, which an adapter's does.
+        may_lack_frozen: whether the checkpoint may lack untrained parameters, as an adapter's does.
 
     Raises:
-        CheckpointError: the checkpoint lacks a parameter, or has one of another size; on every process.
+        CheckpointError: the checkpoint lacks a parameter, or has one of a different size; on every process.
     """
     names = _names_by_parameter(module)
     found = processes.together(lambda: _found(saved, names, may_lack_frozen))
@@ -109,7 +109,7 @@ def _names_by_parameter(module: nn.Module) -> dict[str, tuple[nn.Parameter, list
 def _found(
     saved: SavedState, names: Mapping[str, tuple[nn.Parameter, list[str]]], may_lack_frozen: bool
 ) -> dict[str, str]:
-    """Return the name under which each parameter was saved; absent ones are left out where that is right."""
+    """Return the name under which each parameter was saved; absent ones are omitted where that is allowed."""
     found = {}
     for name, (parameter, others) in names.items():
         there = next((one for one in others if saved.dtype(one) is not None), None)
@@ -127,14 +127,14 @@ def _sized(saved: SavedState, name: str, size: int) -> Tensor:
     value = saved.weight(name)
     if value is None or value.numel() != size:
         raise CheckpointError(
-            f"The checkpoint holds {name} with {0 if value is None else value.numel()} entries, and the model has "
+            f"The checkpoint holds {name} with {0 if value is None else value.numel()} entries, but the model has "
             f"{size}. Resume with the model of the first start, and in a recipe with its section model.adapter"
         )
     return value.flatten()
 
 
 def _set_frozen(parameter: Any, value: Tensor | None, saved: SavedState, name: str) -> None:
-    """Write a parameter that DeepSpeed does not train; a divided one from rank 0."""
+    """Write a parameter that DeepSpeed does not train; a sharded one from rank 0."""
     if not hasattr(parameter, "ds_id"):
         parameter.data.copy_(_sized(saved, name, parameter.numel()).view(parameter.shape))
         return
@@ -146,11 +146,11 @@ def _set_frozen(parameter: Any, value: Tensor | None, saved: SavedState, name: s
 
 
 class _Place(NamedTuple):
-    """Where an optimizer holds the state of the entries that this process has of a parameter."""
+    """Where an optimizer stores the state of the entries that this process has of a parameter."""
 
     owner: Tensor  # the key in the optimizer's state
-    offset: int | None  # of the entries in a flat owner; None: the owner is the parameter itself
-    start: int  # of the entries in the flattened parameter
+    offset: int | None  # position of the entries in a flat owner; None: the owner is the parameter itself
+    start: int  # position of the entries in the flattened parameter
     numel: int
 
 
@@ -167,14 +167,14 @@ def load_optimizer(
     Args:
         saved: the state of the checkpoint.
         module: the model inside its engine's wrapper.
-        optimizer: the prepared one, before its first step.
+        optimizer: the prepared optimizer, before its first step.
         names: the parameters of each of its groups, from before the model was distributed.
         deepspeed: DeepSpeed's engine; None: another engine.
         processes: all processes.
 
     Raises:
-        CheckpointError: the optimizer is another one, has other groups, or a state that cannot be divided; on every
-            process.
+        CheckpointError: the optimizer is a different one, has different groups, or has a state that cannot be divided;
+            on every process.
     """
     parameters = {name: found[0] for name, found in _names_by_parameter(module).items()}
     trained = {name: parameters[name] for group in names for name in group}
@@ -199,7 +199,7 @@ def load_optimizer(
 
 
 def _require_same(saved: SavedState, names: Sequence[Sequence[str]]) -> None:
-    """Check that the checkpoint has a state of every parameter that the optimizer updates, of one kind, and no other.
+    """Check that the checkpoint has one kind of state for every parameter that the optimizer updates, and no other.
 
     Raises:
         CheckpointError: it has none, or they differ.
@@ -211,14 +211,14 @@ def _require_same(saved: SavedState, names: Sequence[Sequence[str]]) -> None:
         return
     odd = sorted(here ^ there) or [name for name in kinds if kinds[name] != max(kinds.values(), key=len)]
     raise CheckpointError(
-        f"The checkpoint's optimizer and that of this run do not hold the same state of {odd[0]} and {len(odd) - 1} "
-        "other parameters, which would begin again without a word. Resume with the model, the trained parameters and "
+        f"The checkpoint's optimizer and this run's optimizer hold different state for {odd[0]} and {len(odd) - 1} "
+        "other parameters, whose state would silently be reset. Resume with the model, the trained parameters and "
         "the optimizer of the first start"
     )
 
 
 def groups_held(names: Sequence[Sequence[str]], deepspeed: Any) -> list[Sequence[str]]:
-    """Return the parameters of each group that a prepared optimizer has; DeepSpeed removes groups without any."""
+    """Return the parameters of each group of a prepared optimizer; DeepSpeed removes empty groups."""
     return [own for own in names if own or deepspeed is None]
 
 
@@ -226,8 +226,8 @@ def load_schedule(schedule: Any, state: Mapping[str, Any], saved: SavedState, na
     """Continue a learning-rate schedule, which has a number for each group of the optimizer.
 
     Args:
-        schedule: of this run.
-        state: of the checkpoint.
+        schedule: schedule of this run.
+        state: its state in the checkpoint.
         saved: the state of the checkpoint's optimizer.
         names: the parameters of each group that this run's optimizer has (`groups_held`).
     """
@@ -247,7 +247,7 @@ def _group_of(saved: Sequence[str], names: Sequence[Sequence[str]]) -> int:
     if number is None:
         raise CheckpointError(
             f"The optimizer of this run has no group of the {len(saved)} parameters from {saved[0] if saved else '?'} "
-            "on, as the checkpoint has. Resume with the model, the trained parameters and the optimizer of the first "
+            "on, but the checkpoint has. Resume with the model, the trained parameters and the optimizer of the first "
             "start"
         )
     return number
@@ -258,7 +258,7 @@ def _take_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
     wanted = set(options) - _IMPLEMENTATION - _OPTIONAL
     if known != wanted:
         raise CheckpointError(
-            f"The checkpoint is of an optimizer with other options ({', '.join(sorted(known ^ wanted))}). Resume with "
+            f"The checkpoint's optimizer has different options ({', '.join(sorted(known ^ wanted))}). Resume with "
             "the train.optim and train.optim_args, or the optimizer, of the first start"
         )
     group.update({key: options[key] for key in wanted | (_OPTIONAL & set(options))})
@@ -305,7 +305,7 @@ def _take_state(
 
 
 def _like(owner: Any, local: Tensor) -> Any:
-    """Return a divided tensor with the layout of another one."""
+    """Return a sharded tensor with the layout of another one."""
     return DTensor.from_local(
         local, owner.device_mesh, owner.placements, run_check=False, shape=owner.shape, stride=owner.stride()
     )
@@ -315,7 +315,7 @@ def _counter(before: Any, value: Any, owner: Tensor, group: Mapping[str, Any], n
     """Return a step count for its owner; one flat owner has one count for all its parameters."""
     if before is not None and float(before) != float(value):
         raise CheckpointError(
-            f"{name} has taken {float(value):g} steps, and a parameter beside it {float(before):g}: DeepSpeed has one "
+            f"{name} has taken {float(value):g} steps, but another parameter {float(before):g}, and DeepSpeed has one "
             "count for both. Resume with the accelerate config that made the checkpoint"
         )
     if not torch.is_tensor(value):

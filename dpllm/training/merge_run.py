@@ -1,7 +1,7 @@
-"""Merge the LoRA adapter of a finished run into a model of its own, with its own files of the guarantee.
+"""Merge the LoRA adapter of a finished run into a separate model, with its own files of the guarantee.
 
-Place in the flow: after the run. The sum depends only on
-the public starting weights and on the trained adapter, so the guarantee of the adapter covers it, and no ε is spent.
+The sum depends only on the public starting weights and on the trained adapter, so the guarantee of the adapter covers
+it, and no ε is spent.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ ADAPTER_FILE = "adapter_config.json"
 
 
 def merge_run(run: str | Path, output: str | Path | None = None, num_labels: int | None = None) -> Path:
-    """Write the model of a run with its adapter added to its weights, not quantised; the run keeps its adapter.
+    """Write the model of a run with its adapter merged into its weights, not quantised; the run keeps its adapter.
 
-    The ledger of the run gets a line that names the new files by hash, and its report and card are written again.
+    The run's ledger gets a line that names the new files by hash, and its report and card are written again.
 
     Args:
         run: folder of a completed run of a recipe.
-        output: the new folder. None: "merged", inside that of the run.
-        num_labels: number of classes, for a classifier whose recipe leaves it to the data.
+        output: the new folder. None: "merged", inside the run's folder.
+        num_labels: number of classes, for a classifier whose recipe takes it from the data.
 
     Returns:
         The new folder.
 
     Raises:
-        ConfigError: the folder is not that of a completed run of a recipe with an adapter, its files are not those of
-            its ledger, its starting weights are gone or others, or ``output`` is not empty.
+        ConfigError: the folder does not hold a completed run of a recipe with an adapter, its files do not match
+            its ledger, its starting weights are missing or different, or ``output`` is not empty.
     """
     run = Path(run)
     folder = run / MERGED_FOLDER if output is None else Path(output)
@@ -59,7 +59,7 @@ def merge_run(run: str | Path, output: str | Path | None = None, num_labels: int
         known = num_labels if class_names is None else len(class_names)
         if known is None:
             raise ConfigError(
-                f"the recipe of {run} leaves the number of classes to its data: give it (dpllm merge --num-labels)"
+                f"the recipe of {run} takes the number of classes from its data: set it (dpllm merge --num-labels)"
             )
         model = dataclasses.replace(model, num_labels=known)
     base: Any = load_base_model(model, tokenizer)
@@ -84,7 +84,7 @@ def _checked(run: Path, folder: Path) -> tuple[ModelConfig, list[str] | None]:
     if not is_finished(run / ".") and read_ledger(run / LEDGER_FILE).end is None:
         raise ConfigError(f"the run in {run} has not ended: continue it with train.resume_from_checkpoint=true first")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} exists already and is not replaced: name another folder, or remove it")
+        raise ConfigError(f"{folder} already exists and is not overwritten: name another folder, or remove it")
     failed = [check for check in verify(run).checks if not check.ok]
     if failed:
         raise ConfigError(
@@ -100,29 +100,29 @@ def _checked(run: Path, folder: Path) -> tuple[ModelConfig, list[str] | None]:
         _refuse_another_base(run, recipe.model)
         return recipe.model, recipe.data.class_names
     if not (run / PRETRAINED_FOLDER / "config.json").is_file():
-        raise ConfigError(f"{run} lacks {PRETRAINED_FOLDER}/, the weights that the adapter belongs to: restore it")
+        raise ConfigError(f"{run} lacks {PRETRAINED_FOLDER}/, the weights to which the adapter belongs: restore it")
     return start_in(run / PRETRAINED_FOLDER, recipe.model), recipe.data.class_names
 
 
 def _refuse_another_base(run: Path, model: ModelConfig) -> None:
-    """Make sure that an adapter is added to the weights that it was trained on, as far as can be told.
+    """Check that an adapter is merged into the weights on which it was trained, as far as can be checked.
 
     Raises:
-        ConfigError: the recipe beside it names other weights, or they are now those of a private run, or their files
-            are others than when the run began.
+        ConfigError: the run's recipe names different weights, or they are now those of a private run, or their files
+            have changed since the run began.
     """
     trained = json.loads((run / ADAPTER_FILE).read_text(encoding="utf-8")).get("base_model_name_or_path")
     if trained and _place(trained) != _place(str(model.name)):
         raise ConfigError(
-            f"the adapter in {run} was trained on {trained}, and model.name in its {RECIPE_FILE} is {model.name}: the "
-            f"guarantee does not cover other weights. Restore {RECIPE_FILE}"
+            f"the adapter in {run} was trained on {trained}, but model.name in its {RECIPE_FILE} is {model.name}, "
+            f"and the guarantee does not cover other weights. Restore {RECIPE_FILE}"
         )
     refuse_private_start(model.name, model.start_is_independent)
     refuse_other_start(run / LEDGER_FILE, str(model.name))
 
 
 def _place(name: str) -> Path:
-    """Return the folder of a model, however it is written; a name on the Hub as it is."""
+    """Return the folder of a model, however it is written; a name on the Hub is returned unchanged."""
     path = Path(name).expanduser()
     return path.resolve() if path.is_dir() else path
 

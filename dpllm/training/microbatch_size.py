@@ -1,13 +1,13 @@
 """Search by trial for the largest number of tokens of a microbatch that fits on a GPU.
 
-Place in the flow: above `dpllm.training.out_of_memory`, whose `attempt` runs each trial; `dpllm.training.run` calls
-this module once, before the first step.
+`dpllm.training.run` calls this module once, before the first step; `dpllm.training.out_of_memory.attempt` runs each
+trial.
 
 A trial runs rows of the greatest length through the model, up to their clipped sums, and discards all results. Peak
 memory is close to a + b * rows, so two small trials predict the number of rows that fit; the prediction is tried, and
 corrected if memory grows differently. Long rows are the most expensive: memory that grows with the square of the length
-is largest for them. Cases that a trial cannot foresee (units whose rows take several passes, memory taken by others
-meanwhile) are handled by `dpllm.training.out_of_memory`. The trials are not part of the mechanism: only the number of
+is largest for them. `dpllm.training.out_of_memory` handles cases that a trial cannot foresee (units whose rows take
+several passes, memory that other programs take meanwhile). The trials are not part of the mechanism: only the number of
 tokens is kept. Like the division of a logical batch, it has no influence on the release.
 """
 
@@ -32,7 +32,7 @@ AUTO = "auto"
 TOKENS_WITHOUT_MEASURE = 2048
 """The number of tokens if there is no GPU whose memory could be measured.
 
-A CPU's memory cannot be used as a bound: the system allocates more than there is, and kills the process when it is
+A CPU's memory is no usable bound, since the system allocates more than there is, and kills the process when it is
 used. The number is therefore chosen for speed. Matrix products gain nothing beyond about a thousand rows, while
 activations outgrow the caches: in one feed-forward layer of GPT-2's smallest model in float32, a token has 12 KiB of
 them and 2048 tokens have 24 MiB.
@@ -40,7 +40,7 @@ them and 2048 tokens have 24 MiB.
 MARGIN = 0.9
 """Share of the free memory to use; the rest is for fragmentation, CUDA libraries, and rows that need more."""
 _MAX_TRIALS = 12
-_MAX_GROWTH = 8  # of a trial over the last that fitted: small trials predict far larger ones badly
+_MAX_GROWTH = 8  # of a trial over the last that fitted, since small trials predict far larger ones badly
 _WORTH_IT = 1.05  # a smaller gain is not worth another trial
 
 
@@ -48,13 +48,13 @@ class Memory(Protocol):
     """A device whose memory can be measured.
 
     Attributes:
-        capacity: the most bytes that a trial may take at its peak.
+        capacity: the largest number of bytes that a trial may use at its peak.
     """
 
     capacity: int
 
     def reset_peak(self) -> None:
-        """Begin to measure."""
+        """Start to measure."""
         ...
 
     def peak(self) -> int:
@@ -97,7 +97,7 @@ def needed_later(parameters: Iterable[nn.Parameter], optimizer: Any) -> int:
 
     Args:
         parameters: the trained parameters.
-        optimizer: counted with two values per entry, as for Adam, less the state that it already holds.
+        optimizer: counted with two values per entry, as for Adam, minus the state that it already has.
 
     >>> needed_later([nn.Parameter(torch.zeros(10, dtype=torch.bfloat16))], optimizer=None)
     80
@@ -115,9 +115,9 @@ def largest_that_fits(peak_of: Callable[[int], int | None], capacity: int, most:
     """Return the largest number of rows whose peak stays within the capacity, to within a tenth.
 
     Args:
-        peak_of: number of rows -> peak bytes of a trial, rising with the number; None: memory ran out.
-        capacity: the most bytes that a peak may reach.
-        most: the most rows, at least 1.
+        peak_of: maps a number of rows to the peak bytes of a trial, which rise with it; None: memory ran out.
+        capacity: the largest number of bytes that a peak may reach.
+        most: the largest number of rows, at least 1.
 
     Returns:
         A number that was tried and fits; 1 if a single row exceeds the capacity but still runs; 0 if memory runs out
@@ -163,15 +163,15 @@ def rows_that_fit(
 ) -> int:
     """Return the number of rows of the greatest length that a microbatch may have; see `largest_that_fits`.
 
-    Guarantee: no gradient, no sum and no charge is left behind. These are the first passes of the model, so they
-    already measure that rows are independent and that every use of a parameter is seen.
+    Guarantee: no gradient, sum or charge is left behind. These are the first passes of the model, so they
+    already check that rows are independent and that every use of a parameter is covered.
 
     Args:
-        clipper: attached to the model; it may not hold rows of a unit.
-        loss_of: a microbatch's inputs to one loss per row (B,).
-        microbatch_of: number of rows -> a microbatch of them.
+        clipper: attached to the model; it may not store rows of an unfinished unit.
+        loss_of: computes one loss per row (B,) from a microbatch's inputs.
+        microbatch_of: makes a microbatch of a number of rows.
         memory: memory of the device.
-        most: the most rows.
+        most: the largest number of rows.
     """
 
     def peak_of(rows: int) -> int | None:
@@ -183,7 +183,7 @@ def rows_that_fit(
 
 
 def _trial(clipper: UnitClipper, microbatch: Microbatch, loss_of: Callable[[Mapping], Tensor]) -> bool:
-    """Run a microbatch as a step does, form its clipped sums and drop them; return whether memory sufficed."""
+    """Run a microbatch as a step does, compute its clipped sums and drop them; return whether memory sufficed."""
     check_rows = not clipper.rows_checked and len(microbatch.unit_index) > 1
     if isinstance(attempt(clipper, microbatch, loss_of, check_rows), OutOfMemory):
         return False

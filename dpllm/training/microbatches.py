@@ -1,4 +1,4 @@
-"""Division of a logical batch over processes and into microbatches that fit in memory.
+"""Divide a logical batch over processes and into microbatches that fit in memory.
 
 Clipping is per unit, so the division changes nothing but speed. Drawn units are put in a secret random order and dealt
 to the processes in turn (`deal`): each process gets the same number, and no unit's process depends on the length or the
@@ -32,12 +32,12 @@ PADDING_UNIT = -1  # the unit of a row that belongs to none; its loss has weight
 
 @dataclass(frozen=True, eq=False)
 class RowsTaken:
-    """The rows of a microbatch, each made by itself, from which smaller microbatches can be put together.
+    """The rows of a microbatch, each made separately, from which smaller microbatches can be made.
 
     Attributes:
         rows: inputs of B rows, unit after unit (`dpllm.data.single_rows.RowByRow.row`).
-        lengths_B: (B,) tokens of each.
-        batch: puts the inputs of some rows together.
+        lengths_B: (B,) tokens of each row.
+        batch: combines the inputs of some rows.
     """
 
     rows: Sequence[Any]
@@ -62,12 +62,12 @@ class Microbatch:
 
     Attributes:
         inputs: batch of the collator's rows; every tensor has the rows as first dimension, or the rows are
-            concatenated, and `cu_seq_lens_q` (B + 1,) gives their boundaries.
+            concatenated, and `cu_seq_lens_q` (B + 1,) contains their boundaries.
         unit_index: (B,) int64, each row's unit within this microbatch, 0..num_units-1; -1 for a padding row.
         num_units: number of units that end in this microbatch.
         continues: whether all rows belong to one unit that continues in the next microbatch.
-        taken: the rows it was made of; None if it cannot be divided further.
-        share: its part of this process's tokens in the step, padding included; 0 if unknown. It is for the screen.
+        taken: the rows it was made from; None if it cannot be divided further.
+        share: its part of this process's tokens in the step, padding included; 0 if unknown. Only for the screen.
     """
 
     inputs: Mapping[str, Any]
@@ -86,10 +86,10 @@ class Microbatch:
         return int(lengths_B.sum()) if BOUNDARIES in self.inputs else len(lengths_B) * int(lengths_B.max())
 
     def halves(self) -> tuple[Microbatch, Microbatch] | None:
-        """Return two microbatches with the same rows, put together again: cut between units, or within the only unit.
+        """Return two microbatches with the same rows, collated again: cut between units, or within the only unit.
 
         Guarantee: every row is in one of the two, the units are the same, and each unit ends in one of them; the unit
-        of a microbatch that continues goes on after the second.
+        of a microbatch that continues does so after the second.
 
         Returns:
             The two; None for a single row, or for rows that cannot be divided.
@@ -114,12 +114,12 @@ class StepBatch:
     """The microbatches of one process in a step, whose number is known before their rows are fetched.
 
     Args:
-        count: of the microbatches, at least one.
+        count: number of microbatches, at least one.
         made: returns an iterator that fetches and collates one after another.
     """
 
     def __init__(self, count: int, made: Callable[[], Iterator[Microbatch]]) -> None:
-        """Fetch nothing yet."""
+        """Store the arguments; nothing is fetched yet."""
         self._count, self._made = count, made
 
     def __len__(self) -> int:
@@ -148,12 +148,12 @@ def microbatches(
     """Cut the units drawn for one step into the microbatches of one process; rows are fetched when it is iterated over.
 
     Args:
-        fetch: row numbers to rows; called with one number at a time.
-        collate: rows to the model's inputs; called with one row at a time.
+        fetch: reads rows by number; called with one number at a time.
+        collate: makes the model's inputs from rows; called with one row at a time.
         units: index of the rows of each unit.
         lengths: (num_rows,) tokens of every row of the data set.
         unit_ids: all units of this step, the same on every process; may be empty.
-        max_rows: the most rows of a microbatch. None: as many as `max_tokens` allows.
+        max_rows: the largest number of rows of a microbatch. None: bounded by `max_tokens` only.
         rank: rank of this process, 0 <= rank < size.
         size: number of processes that share the units. Every process gets the same number of microbatches.
         max_tokens: the most tokens of a microbatch, padding included: rows times the longest. A longer row is a
@@ -164,18 +164,18 @@ def microbatches(
 
     Raises:
         ValueError: a bound is missing or below 1.
-        ConfigError: during the iteration, the collator did not make one row of one row.
+        ConfigError: during the iteration, the collator did not return exactly one row for one row.
     """
     for name, bound in (("max_rows", max_rows), ("max_tokens", max_tokens)):
         if bound is not None and bound < 1:
-            raise ValueError(f"{name} is {bound}; at least 1 is needed.")
+            raise ValueError(f"{name} is {bound}, but must be at least 1.")
     if max_rows is None and max_tokens is None:
-        raise ValueError("max_rows and max_tokens are both None: a microbatch needs a bound.")
+        raise ValueError("max_rows and max_tokens are both None, but a microbatch needs a bound: set one.")
     if not 0 <= rank < size:
-        raise ValueError(f"rank is {rank} of {size} processes; 0 <= rank < size is needed.")
+        raise ValueError(f"rank is {rank} of {size} processes, but 0 <= rank < size is required.")
     read, make = reader_of(fetch), collator_of(collate, packed)
     rows, position = units.rows_of(unit_ids)
-    tokens = lengths[rows].astype(np.int64)  # of 8 bits, products would not fit
+    tokens = lengths[rows].astype(np.int64)  # products would overflow 8 bits
     tokens_U = np.zeros(len(unit_ids), dtype=np.int64)
     np.maximum.at(tokens_U, position, tokens)
     owner_U = deal(unit_ids, size, key)
@@ -209,7 +209,7 @@ def microbatches(
 def deal(unit_ids: np.ndarray, size: int, key: int) -> np.ndarray:
     """Return the process of each unit: in the order of a keyed hash of the ids, each process in turn.
 
-    Guarantee: the result depends only on the ids that were drawn, the key and the number of processes. It does not
+    Guarantee: the result depends only on the drawn ids, the key and the number of processes. It does not
     depend on lengths or contents of units, so a row of one unit cannot move another unit to a process that computes
     differently.
 
@@ -231,7 +231,7 @@ def deal(unit_ids: np.ndarray, size: int, key: int) -> np.ndarray:
 
 
 def _shares(tokens: np.ndarray, pieces: Sequence[Piece | None], packed: bool) -> list[float]:
-    """Return each microbatch's part of the tokens of all, padding included; each begins with its longest row."""
+    """Return each microbatch's share of all tokens, padding included; each begins with its longest row."""
     own = [0 if one is None else _tokens(tokens[one[0] : one[1]], packed) for one in pieces]
     return [count / max(1, sum(own)) for count in own]
 

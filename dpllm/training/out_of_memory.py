@@ -1,9 +1,9 @@
 """Retry after running out of memory: the microbatch is run again in parts, and no unit is lost or counted twice.
 
-Place in the flow: between `dpllm.training.microbatches`, which cuts by a budget, and `dpllm.training.step`, which runs
-the microbatches. The clipper holds all results of a microbatch until its clipped sum is added to the sum of the step,
-so an aborted pass leaves nothing behind once the clipper has forgotten it. Clipping is per unit: the division of rows
-into passes changes the sum only by rounding.
+`dpllm.training.microbatches` cuts by a budget, and `dpllm.training.step` runs the microbatches. The clipper stores all
+results of a microbatch until its clipped sum is added to the sum of the step, so an aborted pass leaves nothing behind
+once the clipper has dropped it. Clipping is per unit: the division of rows into passes changes the sum only by
+rounding.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _Result = TypeVar("_Result")
 
 
 class MicrobatchTooLargeError(RuntimeError):
-    """Memory ran out on a microbatch that cannot be divided further, or that one process cannot divide by itself."""
+    """Memory ran out on a microbatch that cannot be divided further, or that one process cannot divide alone."""
 
 
 @dataclass(frozen=True)
 class Passed:
-    """The results of a microbatch's pass, besides those that the clipper holds.
+    """The results of a microbatch's pass, in addition to those that the clipper stores.
 
     Attributes:
         loss_B: (B,) the rows' losses.
@@ -48,7 +48,7 @@ class Passed:
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """An aborted pass whose results were forgotten.
+    """An aborted pass whose results were dropped.
 
     Attributes:
         message: the error message of the device.
@@ -72,9 +72,9 @@ def attempt(
     Args:
         clipper: attached to the model.
         microbatch: the microbatch to run.
-        loss_of: a microbatch's inputs, on the device of the trained parameters, to one loss per row (B,).
-        check_rows: measure first that rows are independent.
-        finish: see `UnitClipper.clip`; the caller drops what it made after `OutOfMemory`.
+        loss_of: computes one loss per row (B,) from a microbatch's inputs on the device of the trained parameters.
+        check_rows: first check that rows are independent.
+        finish: see `UnitClipper.clip`; after `OutOfMemory` the caller drops what it made.
 
     Raises:
         GhostError: the clipper raised it; or memory ran out when the parts of a unit were combined.
@@ -94,7 +94,7 @@ def attempt(
         if not is_shortage(error):
             raise
         message = str(error)
-    # The exception was deleted, and with it the frames below that held tensors of the pass; here are the others.
+    # Deleting the exception also freed the frames below that held tensors of the pass; these are the others.
     del inputs, loss_B
     clipper.forget()
     free_memory()
@@ -116,18 +116,19 @@ def free_memory() -> None:
 class Portions:
     """The microbatches of a step in the order in which they are run; one that is too large is run in parts.
 
-    A context: with ``ahead``, one thread fetches and collates all of them while it lasts. An error in it is raised
+    A context manager: with ``ahead``, one thread fetches and collates all of them meanwhile. An error in it is raised
     where the step would have met it without the thread, and no thread is left behind.
 
     Args:
-        batch: the microbatches of this process, at least one. One whose length is unknown is read as a whole first.
-        device: to which the microbatches are sent.
+        batch: the microbatches of this process, at least one. One whose length is unknown is first read completely.
+        device: device to which the microbatches are sent.
         divisible: whether this process may run more microbatches than the others. False where the processes run in
             lockstep, since each waits for all at every layer.
-        ahead: whether a thread fetches and collates; `fetch_ahead` does nothing otherwise.
+        ahead: whether a thread fetches and collates; otherwise `fetch_ahead` does nothing.
 
     Attributes:
-        max_tokens: the most tokens of a microbatch, padding included, after memory ran out. None: it did not run out.
+        max_tokens: the largest number of tokens of a microbatch, padding included, after memory ran out. None: it did
+            not run out.
         num_divided: how often memory ran out.
     """
 
@@ -143,21 +144,21 @@ class Portions:
         self.num_divided = 0
 
     def __enter__(self) -> Portions:
-        """Begin to fetch when the first portion is taken."""
+        """Prepare to fetch when the first portion is taken."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Drop the result of a fetch that is under way and end the thread: after an error or Ctrl-C in a few seconds.
 
-        A fetch that takes longer goes on by itself; nothing begins after it.
+        A fetch that takes longer runs to its end, and nothing begins after it.
         """
         if self._thread is not None:
             self._thread.close(None if kind is None else PATIENCE if issubclass(kind, Exception) else 0.2 * PATIENCE)
 
     def fetch_ahead(self) -> None:
-        """Let the thread fetch the microbatch after the present one, if there is one that it has not begun with.
+        """Let the thread fetch the microbatch after the current one, if there is one that it has not started.
 
-        Not if it shares random numbers or a model with the pass that runs meanwhile (`FetchThread.shares`).
+        It does not if that shares random numbers or a model with the pass that runs meanwhile (`FetchThread.shares`).
         """
         if self._thread is not None and not self._thread.shares and self._next is None and self._to_come:
             self._next = self._thread.submit(self._fetched, alone=False)
@@ -167,7 +168,7 @@ class Portions:
         return self._pinned(next(self._fetches))
 
     def _run(self, function: Callable[[], _Result]) -> _Result:
-        """Return what a function that reads or collates rows returns, and wait for it."""
+        """Run a function that reads or collates rows, wait for it, and return its result."""
         return function() if self._thread is None else self._thread.submit(function, alone=True).result()
 
     def __iter__(self) -> Iterator[tuple[Microbatch, bool]]:
@@ -191,14 +192,14 @@ class Portions:
         return replace(microbatch, inputs=pin(microbatch.inputs, self._device))
 
     def divide(self, portion: Microbatch, shortage: OutOfMemory) -> None:
-        """Repeat the last portion in halves, and yield no later portion that is larger than these.
+        """Run the last portion again in halves, and yield no later portion that is larger than these.
 
         Args:
             portion: the portion on which memory ran out; no part of it was collected.
             shortage: the result of `attempt`.
 
         Raises:
-            MicrobatchTooLargeError: it cannot be divided; the message has the remedy.
+            MicrobatchTooLargeError: the portion cannot be divided; the message has the remedy.
         """
         rows = len(portion.unit_index)
         halves = self._halves(portion) if self._divisible else None
@@ -219,7 +220,7 @@ class Portions:
                 else "all processes pass through each layer together, so one of them cannot divide it by itself"
             )
             return (
-                f"Memory ran out on a microbatch of {rows} rows, and {why}. Give a smaller microbatch.tokens (in the "
+                f"Memory ran out on a microbatch of {rows} rows, and {why}. Set a smaller microbatch.tokens (in the "
                 "Trainer max_tokens_per_microbatch), or per_device_train_batch_size. The step is charged; resume from "
                 f"a checkpoint. Error of the device: {shortage.message}"
             )

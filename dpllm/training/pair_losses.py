@@ -1,9 +1,9 @@
-"""The losses of a microbatch's preference pairs, and the reference that they are compared with.
+"""Compute the losses of a microbatch's preference pairs, and the reference with which they are compared.
 
-Place in the flow: in the place of `dpllm.training.row_losses` for `dpllm.DPDPOTrainer`. The reference is the model at
-the start of the training, or another one, and does not change. Its log-probabilities are computed once for each pair,
-before the first step, with no other pair in the call, so that a pair's loss is a function of that pair and the weights.
-This needs no second model beside the one that is trained, and works alike on every engine.
+`dpllm.DPDPOTrainer` uses it instead of `dpllm.training.row_losses`. The reference is the model at the start of the
+training, or another one, and does not change. Its log-probabilities are computed once for each pair, before the first
+step, with no other pair in the call, so a pair's loss is a function of that pair and the weights. This needs no second
+model next to the trained one, and works alike on every engine.
 
 Shape suffixes: B pairs.
 """
@@ -34,7 +34,7 @@ class PairLosses:
     """Calls the model with both answers of each pair and returns one loss per pair (B,).
 
     Args:
-        loss: from log-probabilities.
+        loss: computes the loss from log-probabilities.
     """
 
     def __init__(self, loss: PairLoss) -> None:
@@ -54,8 +54,8 @@ class PairLosses:
         """Return the losses (B,) with a graph; each is computed from its own pair.
 
         Args:
-            model: to call.
-            inputs: of `dpllm.data.preferences.PairCollator`, on the model's device.
+            model: model to call.
+            inputs: inputs by `dpllm.data.preferences.PairCollator`, on the model's device.
         """
         return self.scored(model, inputs)[0]
 
@@ -78,26 +78,26 @@ def reference_log_probs(
 ) -> np.ndarray:
     """Return (num_rows, 2): the log-probabilities of both answers of each pair. Called by all processes together.
 
-    Guarantee: the numbers of a pair depend on that pair and the model only; each call of the model has one pair. The
-    processes divide the pairs, and all get all numbers.
+    Guarantee: the numbers of a pair depend only on that pair and the model; each call of the model has one pair. The
+    processes divide the pairs, and each gets all numbers.
 
     Args:
-        model: the reference, in one piece.
+        model: the reference, unsharded.
         dataset: rows of `dpllm.data.preferences.Preferences`.
-        collate: rows to inputs.
+        collate: makes inputs from rows.
         tail_weight: as for `PairLoss`.
-        device: on which the model runs.
-        processes: of the run.
+        device: device on which the model runs.
+        processes: processes of the run.
         words: name of the data set, for the progress bar.
 
     Raises:
-        ConfigError: the model's parameters are divided over processes.
+        ConfigError: the model's parameters are sharded over processes.
         DataError: a number is not finite.
     """
     if any(hasattr(p, "ds_id") or hasattr(p, "placements") for p in model.parameters()):
         raise ConfigError(
-            "The reference has parameters that are divided over processes (ZeRO-3), so a process cannot compute its "
-            "log-probabilities alone. Compute them beforehand in one process, and give them as the columns "
+            "The reference has parameters that are sharded over processes (ZeRO-3), so no process can compute its "
+            "log-probabilities alone. Compute them beforehand in one process, and pass them in the columns "
             "ref_chosen_logps and ref_rejected_logps"
         )
     numbers = np.arange(processes.rank, len(dataset), processes.size)
@@ -113,19 +113,19 @@ def reference_log_probs(
 
 
 _TIE = 1e-3  # of log-ratios; sums of many rounded log-probabilities differ by less
-_PAIRS = 16  # of a forward pass
+_PAIRS = 16  # pairs of a forward pass
 
 
 class HeldOutPairs:
-    """Held-out pairs, and the figure that is measured on them.
+    """Held-out pairs, and the score that is measured on them.
 
     Attributes:
         size: number of pairs.
 
     Args:
-        losses: of the training.
+        losses: losses of the training.
         rows: pairs whose reference the collator has.
-        collator: of the rows.
+        collator: collator of the rows.
     """
 
     def __init__(self, losses: PairLosses, rows: Any, collator: PairCollator) -> None:
@@ -139,10 +139,10 @@ class HeldOutPairs:
     ) -> Measurement:
         """Return the share of pairs whose chosen answer gained more probability than the rejected one, and the loss.
 
-        A pair in which both gained the same counts half, so that the model before the training has 0.5.
+        A pair in which both gained equally counts half, so the model before the training has 0.5.
 
         Args:
-            model: on the device on which to run it.
+            model: model on its device.
             processes: as for `dpllm.training.evaluation.measure`.
             moved: as for `measure`.
         """
@@ -161,7 +161,7 @@ class HeldOutPairs:
 
 @contextlib.contextmanager
 def _placed(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Have a model on a device for the duration of the block: an engine that shards it has not placed it yet."""
+    """Place a model on a device for the duration of the block, before an engine that shards it has placed it."""
     before = next(model.parameters()).device
     if before.type != device.type:
         model.to(device)

@@ -1,15 +1,14 @@
-"""The thread that fetches and collates the next microbatch while the present one runs.
+"""Fetch and collate the next microbatch in a thread while the current one runs.
 
-Place in the flow: between `dpllm.training.microbatches`, which cuts a step's units, and
-`dpllm.training.out_of_memory.Portions`, which hands the microbatches to the step. It is used only where the data set
-and the collator are known to share nothing with the model and the loss (`dpllm.training.read_rows.shares_nothing`), or
-where the user declares it (``TrainingRows(fetch_ahead=True)``): a file that both read would return the bytes of another
-record, and a unit would be counted twice. Within a step, the data set and the collator are then called by this thread
-only, one call after another.
+`dpllm.training.microbatches` cuts a step's units, and `dpllm.training.out_of_memory.Portions` passes the microbatches
+to the step. The thread is used only where the data set and the collator are known to share nothing with the model and
+the loss (`dpllm.training.read_rows.shares_nothing`), or where the user declares it
+(``TrainingRows(fetch_ahead=True)``): two readers of one file might get the bytes of another record, and a unit would be
+counted twice. Within a step, only this thread calls the data set and the collator, one call after another.
 
-Data sets and collators that draw from PyTorch's global generators, or that run a model, must not run next to a pass:
-dropout would take numbers from a seed that the data set has set, and activation checkpointing would not draw a layer's
-mask again. `FetchThread.shares` notes this.
+Data sets and collators that draw from PyTorch's global generators, or that run a model, must not run concurrently with
+a pass: dropout would take numbers from a seed that the data set has set, and activation checkpointing would not draw
+the same mask for a layer again. `FetchThread.shares` records this.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ from dpllm.config import ConfigError
 _Result = TypeVar("_Result")
 
 PATIENCE = 5.0
-"""Seconds for which the end of a step that failed waits for a fetch."""
+"""Seconds that the end of a failed step waits for a fetch."""
 _SHARED = (
-    "The data set or the collator drew from PyTorch's global generators, or used a parameter of a model, while a "
-    "microbatch ran: dropout may have drawn its masks from a seed of theirs. The step is charged, and nothing of it is "
-    "released. Give TrainingRows(fetch_ahead=False), so that rows are read between passes"
+    "The data set or the collator drew from PyTorch's global generators, or used a model's parameter, while a "
+    "microbatch ran, so dropout may have drawn its masks from a seed that they set. The step is charged, and none of "
+    "its results is released. Set TrainingRows(fetch_ahead=False), so that rows are read between passes"
 )
-_AT_EXIT = 30.0  # seconds for which the end of the program waits for it: PyTorch aborts where Python has ended
-_ONE_AT_A_TIME = threading.Lock()  # a fetch that was given up must not run next to one of a later step
+_AT_EXIT = 30.0  # seconds that the end of the program waits for it: PyTorch aborts after Python has ended
+_ONE_AT_A_TIME = threading.Lock()  # an abandoned fetch must not run concurrently with one of a later step
 
 
 class FetchThread:
-    """Runs functions one after another in a thread of its own, which starts with the first and ends with `close`.
+    """Runs functions one after another in its own thread, which starts with the first and ends with `close`.
 
-    An exception of a function is raised where its result is asked for. The thread is a daemon: a data set that never
+    An exception of a function is raised where its result is requested. The thread is a daemon, so a data set that never
     returns does not keep the interpreter from ending.
 
     Args:
@@ -60,7 +59,7 @@ class FetchThread:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Begin without a thread."""
+        """Store the device; no thread starts yet."""
         self._device = device
         self._tasks: queue.SimpleQueue[tuple[Future, Callable[[], Any], bool] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -68,12 +67,12 @@ class FetchThread:
         self.shares = False
 
     def submit(self, function: Callable[[], _Result], alone: bool) -> Future[_Result]:
-        """Run a function after those submitted before, also to threads that were closed before they had ended.
+        """Run a function after those submitted earlier, even to threads that were closed before they had ended.
 
         Args:
             function: runs in the thread.
-            alone: whether nothing else runs meanwhile, since its result is waited for at once. Otherwise the result is
-                a ConfigError if the function uses what a model's pass uses too.
+            alone: whether nothing else runs meanwhile, since the caller waits for the result at once. Otherwise the
+                result is a ConfigError if the function uses what a model's pass uses too.
         """
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="dpllm fetch", daemon=True)
@@ -83,10 +82,10 @@ class FetchThread:
         return future
 
     def close(self, patience: float | None = None) -> None:
-        """Let no other function begin, and wait for the one that runs. Nothing can be submitted afterwards.
+        """Start no further function, and wait for the one that runs. Nothing can be submitted afterwards.
 
         Args:
-            patience: the most seconds to wait. None: until it returns.
+            patience: the largest number of seconds to wait. None: until it returns.
         """
         self._closed = True
         if self._thread is not None:
@@ -114,7 +113,7 @@ class FetchThread:
 
 
 class _Sharing(TorchDispatchMode):
-    """Notes operations that a model's pass may disturb, or that may disturb it."""
+    """Records operations that a model's pass may disturb, or that may disturb it."""
 
     def __init__(self) -> None:
         super().__init__()

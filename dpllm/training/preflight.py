@@ -1,9 +1,9 @@
-"""The checks of a recipe that need no data, before anything is read, trained or written.
+"""Check a recipe without its data, before anything is read, trained or written.
 
-Place in the flow: first, in `dpllm train`, `recipes/compare.py` and `dpllm plan`. The values of a recipe were
-checked by kind and range when it was read (`dpllm.config`). Here they are checked against the libraries, the machine
-and the model: the options of both trainings, optimizer and schedule, the output folder, the budget file, the tokenizer,
-and the model, built without weights.
+`dpllm train`, `recipes/compare.py` and `dpllm plan` do this first. `dpllm.config` has checked types and ranges of the
+recipe's values when it read them. Here they are checked against the libraries, the machine and the model: the options
+of both trainings, optimizer and schedule, the output folder, the budget file, the tokenizer, and the model, built
+without weights.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def check_recipe(recipe: Recipe, to_train: bool = True) -> list[str]:
             installed. If false (`dpllm plan`), nothing is downloaded.
 
     Returns:
-        The parts that were not checked, and what the chat template does that people do not expect, one line each.
+        The parts that were not checked, and surprising behaviour of the chat template, one line each.
 
     Raises:
         ConfigError, EngineError: training would fail; the message has the remedy.
-        GhostError, ValueError: the model cannot be clipped exactly, or not so; or it has more trained parameters than
-            the noise has an accounting for.
+        GhostError, ValueError: the model cannot be clipped exactly, or not as requested; or it has more trained
+            parameters than the noise accounting supports.
         BudgetError: the budget file cannot be read.
     """
     public = recipe.public_pretrain
@@ -122,7 +122,7 @@ def _check_mechanism(recipe: Recipe, model: nn.Module, noise: Noise) -> None:
     Args:
         recipe: the recipe.
         model: built without weights, with its adapters and its frozen parameters.
-        noise: of the recipe.
+        noise: noise of the recipe.
     """
     if recipe.microbatch.pack:
         refuse_unpackable(model, recipe.model.task)
@@ -134,12 +134,12 @@ def _check_mechanism(recipe: Recipe, model: nn.Module, noise: Noise) -> None:
 
 
 def require_positions(model: nn.Module, longest: int, what: str) -> None:
-    """Raise when rows may be longer than the model has positions.
+    """Raise an error if rows may be longer than the model has positions.
 
     Args:
-        model: with or without weights.
+        model: model with or without weights.
         longest: tokens of the longest row.
-        what: the subject of the message; the length and the remedy follow it.
+        what: subject of the message; the length and the remedy follow it.
 
     Raises:
         ConfigError: rows may be longer.
@@ -155,8 +155,8 @@ def refuse_unusable_model(model: nn.Module, args: TrainingArguments, merges: boo
     """Refuse a model that a Trainer cannot train privately, save or continue; quantised layers are made ready.
 
     Args:
-        model: to train.
-        args: of the training.
+        model: model to train.
+        args: arguments of the training.
         merges: whether the model is also written with its adapter merged.
 
     Raises:
@@ -170,12 +170,12 @@ def refuse_unusable_model(model: nn.Module, args: TrainingArguments, merges: boo
 
 
 def refuse_unwrapped_adapters(model: nn.Module) -> None:
-    """Raise for an adapter that transformers holds itself: its Trainer cannot load a checkpoint of such a model.
+    """Raise an error for an adapter that transformers itself holds: its Trainer cannot load such a checkpoint.
 
-    Steps that a crash loses would stay charged, and the run could not go on.
+    Steps that a crash loses would stay charged, and the run could not continue.
 
     Args:
-        model: to train.
+        model: model to train.
 
     Raises:
         ConfigError: ``model.add_adapter`` made an adapter in a model that PEFT does not wrap.

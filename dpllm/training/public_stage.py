@@ -1,7 +1,6 @@
-"""Ordinary training on public text, without privacy, before the private training.
+"""Train on public text, without privacy, before the private training.
 
-Place in the flow: between the base model and the private run, in `dpllm.training.finetune` and in a rehearsal on public
-text (`dpllm.planning.rehearsal`).
+`dpllm.training.finetune` uses it, and so does a rehearsal on public text (`dpllm.planning.rehearsal`).
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ def train_on_public_text(
 ) -> None:
     """Train the recipe's model on public records and save it. Called by all processes together.
 
-    The model is saved, so that hooks and shards of this training's engine are not in the model that is loaded again.
+    The model is saved and loaded again, so that no hooks and shards of this training's engine remain in it.
 
     Args:
-        recipe: with a section ``public_pretrain``.
+        recipe: recipe with a section ``public_pretrain``.
         records: public records, to be read with ``public_pretrain.data``.
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
         num_labels: number of classes, if the model is a classifier.
         folder: folder to save the model in.
         changes: values that replace those of ``public_pretrain.train``. A change of ``disable_tqdm`` to true also

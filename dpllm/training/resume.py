@@ -1,9 +1,9 @@
-"""One command for the first start and for every restart: `train.resume_from_checkpoint: auto`.
+"""Start or resume a run with the same command: `train.resume_from_checkpoint: auto`.
 
-Place in the flow: below `dpllm.training.trainer`. A scheduler restarts a job with the same command. This module reads
-the output folder and decides whether that command starts or resumes a run; it changes nothing.
+A scheduler restarts a job with the same command. This module reads the output folder and decides whether that command
+starts or resumes a run; it changes nothing.
 
-All processes have to see the same folder. If each machine has a separate folder of the same name, rank 0 writes the
+All processes must see the same folder. If each machine has a separate folder of the same name, rank 0 writes the
 ledger and every machine writes its shards into different folders: checkpoints look complete on each machine, but none
 of them can be resumed.
 """
@@ -40,7 +40,7 @@ class RunCompletedError(ConfigError):
 
 @dataclass(frozen=True)
 class Restart:
-    """The decision for a start in its output folder.
+    """The decision how a run starts in its output folder.
 
     Attributes:
         checkpoint: the checkpoint to resume from; True for the latest complete one, False for none.
@@ -58,7 +58,7 @@ def restart_of(folder: str | Path, wanted: str | bool | None) -> Restart:
         folder: the output folder.
         wanted: ``train.resume_from_checkpoint``: a checkpoint, True, nothing, or "auto". With "auto" the run starts if
             there is no ledger, resumes if there is a ledger and a complete checkpoint, and starts again if the ledger
-            charges no step. A run that ended, and whose model was not saved, is resumed to save one.
+            charges no step. A run that ended, but whose model was not saved, is resumed to save one.
 
     Raises:
         RunCompletedError: "auto", and the run in the folder has ended as planned and saved its model.
@@ -78,13 +78,13 @@ def restart_of(folder: str | Path, wanted: str | bool | None) -> Restart:
 
 
 def _to_continue(folder: Path) -> Path | None:
-    """Return the checkpoint that "auto" resumes; None where it starts a run. The errors are those of `restart_of`."""
+    """Return the checkpoint that "auto" resumes; None where it starts a run. Raises the errors of `restart_of`."""
     checkpoint, passed_over = latest_whole(folder)
     if not (folder / LEDGER_FILE).exists():
         if checkpoint is not None:
             raise CheckpointError(
-                f"{folder} holds {checkpoint.name} but no {LEDGER_FILE}: the steps of that run are not charged. "
-                "Put the run's own ledger back, or set train.output_dir to an empty folder"
+                f"{folder} holds {checkpoint.name} but no {LEDGER_FILE}, so the steps of that run are not charged. "
+                "Restore the run's own ledger, or set train.output_dir to an empty folder"
             )
         return None
     ledger = read_ledger(folder / LEDGER_FILE)
@@ -97,16 +97,16 @@ def _to_continue(folder: Path) -> Path | None:
         return None  # a new run may replace it (`dpllm.privacy.run_folder`)
     if checkpoint is not None:
         return checkpoint
-    last = f"; {passed_over[0][0].name} is not whole ({passed_over[0][1].rstrip('.')})" if passed_over else ""
+    last = f"; {passed_over[0][0].name} is incomplete ({passed_over[0][1].rstrip('.')})" if passed_over else ""
     raise CheckpointError(
-        f"The ledger in {folder} charges {ledger.num_steps} steps, and no whole checkpoint holds them{last}: there "
-        "is nothing to resume from. The steps stay charged; set train.output_dir to another folder for a new run, "
-        "and save more often (train.save_steps)"
+        f"The ledger in {folder} charges {ledger.num_steps} steps, but no whole checkpoint holds them{last}, so "
+        "there is nothing to resume from. The steps stay charged; set train.output_dir to another folder for a new "
+        "run, and save more often (train.save_steps)"
     )
 
 
 def refuse_to_go_back(folder: str | Path, checkpoint: str | Path) -> None:
-    """Check that the finished model of a run is not replaced by older weights.
+    """Check that the finished model of a run would not be replaced by older weights.
 
     All steps of such a run are charged, so a resume takes no step and would save the checkpoint's weights as the model.
     A run whose last save failed has no finished model, and can be resumed to write one.
@@ -123,8 +123,8 @@ def refuse_to_go_back(folder: str | Path, checkpoint: str | Path) -> None:
         return
     if _has_model(folder, ledger):
         raise CheckpointError(
-            f"The run in {folder} is completed ({ledger.num_steps} steps) and its model is saved; {checkpoint} has "
-            f"taken {taken}. A resume would take no step and replace the model by older weights. To use the older "
+            f"The run in {folder} is completed ({ledger.num_steps} steps) and its model is saved, but {checkpoint} "
+            f"has taken {taken}. A resume would take no step and replace the model by older weights. To use the older "
             f"weights, load {checkpoint}, whose report states the same ε; for another run, set train.output_dir to "
             "another folder"
         )
@@ -136,7 +136,7 @@ def _has_model(folder: str | Path, ledger: LedgerContents) -> bool:
 
 
 def refuse_empty_model(folder: str | Path, checkpoint: str | Path) -> None:
-    """Check that a resume without a step left has a trained model to release.
+    """Check that a resume without remaining steps has a trained model to release.
 
     Args:
         folder: folder of the run.
@@ -150,14 +150,14 @@ def refuse_empty_model(folder: str | Path, checkpoint: str | Path) -> None:
     charged = read_ledger(Path(folder) / LEDGER_FILE)
     if charged.num_steps >= (charged.steps_allowed or PrivacyPlan.load(Path(folder) / PLAN_FILE).num_steps):
         raise CheckpointError(
-            f"All {charged.num_steps} steps of the run in {folder} are charged, and only {checkpoint}, the weights "
+            f"All {charged.num_steps} steps of the run in {folder} are charged, but only {checkpoint}, the weights "
             "before the first step, is left: a resume would take no step and release an untrained model. Set "
             "train.output_dir to another folder for a new run, and save more often (train.save_steps)"
         )
 
 
 def begin_in(folder: str | Path, wanted: str | bool | None, processes: Processes) -> Restart:
-    """Do as `restart_of` on all processes together: they check that they see one folder, and rank 0 reads it.
+    """Decide as `restart_of` on all processes together: they check that they see one folder, and rank 0 reads it.
 
     Raises:
         ConfigError: the processes do not see the same folder.
@@ -195,7 +195,8 @@ def checkpoint_to_resume(
     Raises:
         CheckpointError: the requested checkpoint, or every one, is incomplete; or it is older than a completed run; or
             it lacks a state that this run would continue.
-        LedgerError: it is of another run than the folder's ledger, or the ledger was cut or restored from a copy.
+        LedgerError: it belongs to a different run than the folder's ledger, or the ledger was cut or restored from a
+            copy.
     """
     if not wanted:
         return None
@@ -227,12 +228,12 @@ def checkpoint_to_resume(
 
 @dataclass(frozen=True)
 class RunSoFar:
-    """How far the run of a folder has come.
+    """The progress of the run in a folder.
 
     Attributes:
-        words: it in words, one line.
-        charged: steps that the ledger charges; None: it or the plan cannot be read.
-        lost: charged steps that the latest whole checkpoint does not hold; None: the run cannot be resumed now.
+        words: the progress in words, one line.
+        charged: steps that the ledger charges; None: the ledger or the plan cannot be read.
+        lost: charged steps that the latest complete checkpoint does not contain; None: the run cannot be resumed now.
         left: steps that a resume takes; None as for ``lost``.
     """
 
@@ -243,7 +244,7 @@ class RunSoFar:
 
 
 def run_so_far(folder: str | Path, planned: PrivacyPlan) -> RunSoFar | None:
-    """Read how far the run of a folder has come, and what a restart would do; nothing is changed.
+    """Read how far the run of a folder has progressed, and what a restart would do; nothing is changed.
 
     Args:
         folder: an output folder.
@@ -265,7 +266,7 @@ def run_so_far(folder: str | Path, planned: PrivacyPlan) -> RunSoFar | None:
             return RunSoFar(f"{so_far}, and the run is under way", charged)
         if plan.hash != planned.hash:
             return RunSoFar(
-                f"{so_far}, under another plan than this one, so it is not continued with these settings. Set "
+                f"{so_far}, under a different plan, so this run cannot continue it. Set "
                 "train.output_dir to another folder, or restore the settings of that run",
                 charged,
             )
@@ -287,7 +288,7 @@ def run_so_far(folder: str | Path, planned: PrivacyPlan) -> RunSoFar | None:
 def to_go_on(plan: PrivacyPlan, contents: LedgerContents) -> list[tuple[str, str]]:
     """Return how to continue a stopped run, and the steps that a resume leaves out.
 
-    Noise that is correlated over steps begins again at a resume, so fewer steps than are left may fit into ε.
+    Noise that is correlated over steps begins again at a resume, so fewer than the remaining steps may fit into ε.
 
     Args:
         plan: the plan of the run.
@@ -296,8 +297,8 @@ def to_go_on(plan: PrivacyPlan, contents: LedgerContents) -> list[tuple[str, str
     try:
         allowed = steps_allowed(plan, contents)
     except ValueError as error:
-        return [("to go on", f"not possible: {error}")]
-    command = [("to go on", "the same command with train.resume_from_checkpoint=auto")]
+        return [("to continue", f"not possible: {error}")]
+    command = [("to continue", "the same command with train.resume_from_checkpoint=auto")]
     if allowed is None:
         return command
     taken = contents.num_steps
@@ -305,14 +306,14 @@ def to_go_on(plan: PrivacyPlan, contents: LedgerContents) -> list[tuple[str, str
 
 
 def cut_short(steps: int, left: int) -> str:
-    """Return the steps of a resumed run in words, with the reason if they are fewer than were left.
+    """Return the steps of a resumed run in words, with the reason if they are fewer than remained.
 
     >>> cut_short(176, 176)
     '176 private steps'
 
     Args:
-        steps: those that it takes.
-        left: those of the plan that were not taken.
+        steps: steps that it takes.
+        left: steps of the plan that were not taken.
     """
     if left <= 0:
         return "no private step: all are charged"
@@ -331,7 +332,7 @@ def lost_words(checkpoint: str, charged: int, lost: int, left: int) -> str:
     Args:
         checkpoint: name of the checkpoint.
         charged: steps that the ledger charges.
-        lost: those that the checkpoint's weights do not hold.
+        lost: charged steps that the checkpoint's weights do not contain.
         left: steps that the resumed run takes.
     """
     were = "step was" if charged == 1 else "steps were"
@@ -355,7 +356,7 @@ def steps_words(charged: int, planned: int, lost: int) -> str:
     Args:
         charged: steps that the ledger charges.
         planned: steps of the plan.
-        lost: charged steps that the weights do not hold.
+        lost: charged steps that the weights do not contain.
     """
     words = f"{charged} of {planned}"
     if not lost:
@@ -409,8 +410,8 @@ def require_shared_folder(folder: str | Path, processes: Processes) -> None:
         shown = ", ".join(blind[:8]) + (f" and {len(blind) - 8} more" if len(blind) > 8 else "")
         raise ConfigError(
             f"The output folder {told} of rank 0 (on {answers[0][1]}) is not the one that {shown} sees, so files "
-            "written by rank 0 cannot be read there. Set train.output_dir to one folder on "
-            "a file system that all machines share, the same on every process; nothing was charged"
+            "written by rank 0 cannot be read there. Set train.output_dir to the same folder on every process, on "
+            "a file system that all machines share; nothing was charged"
         )
 
 
@@ -429,7 +430,7 @@ def _reads(path: Path, nonce: str) -> bool:
 
 
 def _may_appear(folder: Path) -> bool:
-    """Return whether the folder is on a file system whose view may be behind; a local disk shows a file at once."""
+    """Return whether the folder is on a file system with a delayed view; a local disk shows a file at once."""
     try:
         kinds = {fields[1]: fields[2] for fields in map(str.split, Path("/proc/mounts").read_text().splitlines())}
     except (OSError, IndexError):

@@ -1,6 +1,6 @@
-"""The losses of a microbatch's rows, from the model's inputs.
+"""Compute the losses of a microbatch's rows from the model's inputs.
 
-Place in the flow: made by `dpllm.DPTrainer`, called by `dpllm.training.run.PrivateRun.step` for each microbatch.
+`dpllm.DPTrainer` makes the object, and `dpllm.training.run.PrivateRun.step` calls it for each microbatch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dpllm.training.head_losses import HeadLosses
 
 
 def _is_decoded(model: Any) -> bool:
-    """Whether the labels are the text that a decoder writes, and not those of a classifier above it."""
+    """Return whether the labels are the text that a decoder writes, not the classes of a classifier on top of it."""
     is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     return bool(is_encoder_decoder) and task_of(model) in (None, "seq2seq_lm")
 
@@ -78,7 +78,7 @@ class RowLosses:
                 return row_means(loss_BT, target) if bounds is None else packed_row_means(loss_BT, target, bounds)
         else:
             if bounds is None and "decoder_input_ids" not in inputs and _is_decoded(model):
-                shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)  # M2M100 shifts labels by itself
+                shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)  # M2M100 shifts labels itself
                 inputs.update({"labels": labels} if shift is None else {"decoder_input_ids": shift(labels)})
             outputs = model(**inputs)
         if bounds is not None:

@@ -1,6 +1,6 @@
-"""The rows of a run: their units, their lengths, and the functions that make a model's inputs of them.
+"""Describe the rows of a run: their units, their lengths, and the functions that make a model's inputs from them.
 
-Place in the flow: made by `dpllm.training.trainer` or a custom loop, read by `dpllm.training.run`.
+`dpllm.training.trainer` or a custom loop makes them; `dpllm.training.run` reads them.
 """
 
 from __future__ import annotations
@@ -40,24 +40,25 @@ class TrainingRows:
     Attributes:
         units: index of the rows of each unit.
         lengths: (num_rows,) tokens of every row.
-        fetch: row numbers to rows; called with an array of one number (`dpllm.data.single_rows.RowReader`).
-        collate: rows to the model's inputs, rows first; called with a list of one row, and dpllm pads and puts rows
-            together (`dpllm.data.single_rows.RowByRow`).
-        max_rows: the most rows of a microbatch. None: as many as ``max_tokens`` allows.
-        max_tokens: the most tokens of a microbatch, padding included. None: as many as ``max_rows`` have. "auto": the
-            largest number that fits on the GPU, found before the first step (`dpllm.training.microbatch_size`).
+        fetch: reads rows by number; called with an array of one number (`dpllm.data.single_rows.RowReader`).
+        collate: makes the model's inputs, rows first; called with a list of one row, and dpllm pads and combines rows
+            (`dpllm.data.single_rows.RowByRow`).
+        max_rows: the largest number of rows of a microbatch. None: bounded by ``max_tokens`` only.
+        max_tokens: the largest number of tokens of a microbatch, padding included. None: bounded by ``max_rows`` only.
+            "auto": the largest number that fits on the GPU, found before the first step
+            (`dpllm.training.microbatch_size`).
         packed: whether ``collate`` concatenates rows without padding (`dpllm.data.rows.PackedCollator`). The loss is
             then `dpllm.packed_sequence_loss`, and the model runs within `dpllm.models.packing.attention_by_row`.
-        pad_token_id: token that fills short rows. None: that of the collator, its tokenizer, or the model's
-            configuration; if none is known, 0.
+        pad_token_id: token that fills short rows. None: the padding token of the collator, its tokenizer, or the
+            model's configuration; if none is known, 0.
         padding_side: "right" or "left". None: the side of the collator's tokenizer, or right.
         fetch_ahead: whether a thread calls ``fetch`` and ``collate`` for the next microbatch while one runs. Set it
             only if the two share no open file, connection, tokenizer or model with the loss, and draw or seed no random
-            numbers: a file that both read returns the bytes of another record, which is then counted under two units.
-            If false, both are called between the passes, in the thread of the loop.
+            numbers: two concurrent readers of one file may get bytes of another record, which is then counted under two
+            units. If false, both are called between the passes, in the thread of the loop.
 
     Raises:
-        ConfigError: a field is of another kind, there are fewer lengths than rows, or ``max_tokens`` is another value.
+        ConfigError: a field has the wrong type, there are fewer lengths than rows, or ``max_tokens`` is invalid.
     """
 
     units: UnitIndex
@@ -72,43 +73,43 @@ class TrainingRows:
     padding_side: str | None = None
 
     def __post_init__(self) -> None:
-        """Check the kinds of the fields, and the value of `max_tokens`, which may be a word."""
+        """Check the types of the fields, and the value of `max_tokens`, which may be a string."""
         if not isinstance(self.units, UnitIndex):
             raise ConfigError(
-                f"units is of the type {type(self.units).__name__}; give a dpllm.data.units.UnitIndex, for instance "
+                f"units is of type {type(self.units).__name__}: pass a dpllm.data.units.UnitIndex, for instance "
                 "UnitIndex.one_row_per_unit(num_rows)"
             )
         lengths = self.lengths
         if not isinstance(lengths, np.ndarray) or lengths.ndim != 1 or lengths.dtype.kind not in "iu":
             kind = f"an array of {lengths.dtype}, shape {lengths.shape}" if isinstance(lengths, np.ndarray) else ""
             raise ConfigError(
-                f"lengths is {kind or f'of the type {type(lengths).__name__}'}; give a NumPy array with the number of "
+                f"lengths is {kind or f'of type {type(lengths).__name__}'}: pass a NumPy array with the number of "
                 "tokens of every row, for instance np.array([len(row) for row in rows])"
             )
         if (least := int(np.max(self.units.rows, initial=-1)) + 1) > len(lengths):
             raise ConfigError(
-                f"There are lengths of {len(lengths)} rows, but units names {least} rows. Give one length for each row"
+                f"There are {len(lengths)} lengths, but units names {least} rows. Pass one length for each row"
             )
         for name, value in (("fetch", self.fetch), ("collate", self.collate)):
             if not callable(value):
-                raise ConfigError(f"{name} is of the type {type(value).__name__}; give a function")
+                raise ConfigError(f"{name} is of type {type(value).__name__}: pass a function")
         object.__setattr__(self, "fetch", RowReader(reader_of(self.fetch).fetch, self.units))
         if not isinstance(self.collate, RowByRow):
             made = RowByRow(self.collate, self.pad_token_id, self.padding_side, packed=self.packed)
             object.__setattr__(self, "collate", made)
         if isinstance(self.max_tokens, str) and self.max_tokens != AUTO:
-            raise ConfigError(f'max_tokens is {self.max_tokens!r}; give a whole number, "auto" or None')
+            raise ConfigError(f'max_tokens is {self.max_tokens!r}: pass a whole number, "auto" or None')
 
     def try_reading(self) -> None:
         """Make a batch of some rows as steps do, so that a mistake is found before anything is charged.
 
-        These are the first row, a shortest, a longest, and up to 16 evenly spaced ones; each is made by itself, with
+        These are the first row, a shortest, a longest, and up to 16 evenly spaced ones. Each is made separately, with
         ``fetch_ahead`` in a thread.
 
         Raises:
             ConfigError: ``fetch`` fails, or does not return a sequence with the row; only the thread that opened the
                 data can read them; or ``collate`` does not make the inputs of one row, or rows that make a batch.
-            DataError: dpllm's collator refuses a row, for instance since its label is text.
+            DataError: dpllm's collator refuses a row, for instance because its label is text.
         """
         self.refuse_own_generators()
         numbers = np.asarray(self.units.rows)
@@ -133,11 +134,11 @@ class TrainingRows:
             raise
         except Exception as error:
             threads = (
-                ", and with fetch_ahead it is called in a thread of its own. If the error names threads or an event "
+                ", and with fetch_ahead it is called in its own thread. If the error mentions threads or an event "
                 "loop, leave fetch_ahead out"
             )
             raise ConfigError(
-                f"{what} failed for a row by itself ({type(error).__name__}: {error}). It has to take a single row"
+                f"{what} failed for a single row ({type(error).__name__}: {error}). It must accept a single row"
                 f"{threads if self.fetch_ahead else ''}"
             ) from error
         finally:
@@ -159,13 +160,13 @@ class TrainingRows:
         if plan.unit == "user" and units.made_of == ONE_ROW:
             raise ConfigError(
                 f"The plan protects users (column {plan.unit_column!r}), but the index makes each row a unit "
-                "(UnitIndex.one_row_per_unit): ε would hold only for a single row. Make the index with "
+                "(UnitIndex.one_row_per_unit), so ε would hold only for a single row. Make the index with "
                 "UnitIndex.from_ids(ids, max_rows_per_unit, column=...) from the users' ids"
             )
         if units.rows_per_owner > plan.event.moves:
             raise ConfigError(
                 f"Up to {units.rows_per_owner} rows of one user are drawn separately, but the plan accounts for "
-                f"{plan.event.moves}. Make both from the same max_rows_per_unit and sampling"
+                f"{plan.event.moves}. Make both with the same max_rows_per_unit and sampling"
             )
         if plan.sampling == "unit" and bound is not None and units.max_rows > bound:
             raise ConfigError(
@@ -174,7 +175,7 @@ class TrainingRows:
             )
 
     def refuse_own_generators(self) -> None:
-        """Check that neither the collator nor the data set has a random generator of its own, nor the first a seed.
+        """Check that neither the collator nor the data set has its own random generator, and that no module has a seed.
 
         Raises:
             ConfigError: one has; see `dpllm.training.checks.randomness.refuse_own_generators`.
@@ -184,18 +185,18 @@ class TrainingRows:
         refuse_own_generators(torch.nn.Module(), [("The collator", self.collate.collate)], [("The data set", source)])
 
     def padded_for(self, model: Any) -> TrainingRows:
-        """Return these rows, padded as a model reads them: with its token, if none is known of the collator."""
+        """Return these rows, padded as the model expects: with its padding token, if the collator names none."""
         inside, own = model_inside(model), self.collate
         pad = model_pad_id(inside) if own.pad_token_id is None else own.pad_token_id
         collate = replace(own, pad_token_id=pad, predicts_next=task_of(inside) == "causal_lm")
         return self if collate == own else replace(self, collate=collate)
 
     def made(self, numbers: np.ndarray) -> list[Mapping[str, Any]]:
-        """Return the inputs of rows, each made by itself, for `RowByRow.batch`."""
+        """Return the inputs of rows, each made separately, for `RowByRow.batch`."""
         return [self.collate.row(row) for row in self.fetch(numbers)]
 
     def longest(self, count: int) -> Microbatch:
-        """Return a microbatch of `count` copies of the longest row, each unit with the most rows that a unit has."""
+        """Return a microbatch of `count` copies of the longest row, each unit with the largest number of rows."""
         rows = self.units.rows
         number = rows[self.lengths[rows].argmax()]
         unit_index = np.arange(count) // self.units.max_rows
@@ -209,9 +210,9 @@ class TrainingRows:
 
     @functools.cached_property
     def other_columns(self) -> int | None:
-        """Return the number of the first row whose columns are not those of row 0; None: all rows have the same.
+        """Return the number of the first row whose columns differ from those of row 0; None: all rows agree.
 
-        Rows of a data set in a table (`datasets.Dataset`) always do; of larger data, evenly spaced rows are read, as
+        Rows of a table (`datasets.Dataset`) always agree; of larger data, evenly spaced rows are read, as
         for `contents`.
         """
 
@@ -221,7 +222,7 @@ class TrainingRows:
         return agreement.first_other(self.lengths, self.fetch, columns)
 
     def first_with_other_counts(self, tokens: Sequence[int]) -> int | None:
-        """Return the number of the first row that has more or fewer of these tokens than row 0; None: there is none."""
+        """Return the number of the first row with a different count of these tokens than row 0; None: there is none."""
 
         def count(row: Any) -> int:
             return int(np.isin(row.get("input_ids", ()), tokens).sum()) if isinstance(row, Mapping) else 0

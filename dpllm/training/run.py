@@ -1,7 +1,6 @@
-"""A private run: the parts that all steps share, on one process or on many.
+"""Run private steps on one process or many: draws, division of the units, noise, checks and ledger.
 
-Place in the flow: above the engines, below `dpllm.training.trainer`, which drives it in one way. A custom loop is
-another way:
+`dpllm.training.trainer` drives a run; so does a custom loop:
 
     model, optimizer = accelerator.prepare(model, optimizer)
     run = PrivateRun.start("runs/mine", plan, rows)
@@ -76,20 +75,20 @@ logger = logging.getLogger(__name__)
 class RunEntropy:
     """The random numbers of one start or resume of a run.
 
-    Guarantee: no number is drawn again after a resume, since a new object takes fresh entropy. Draws use 256 bits, the
-    division of units 128 bits that all processes share, and the noise of each process bits of its own.
+    Guarantee: no random number is repeated after a resume, since a new object takes fresh entropy. Draws use 256 bits,
+    the division of units 128 bits that all processes share, and each process's noise its own bits.
 
     Attributes:
         noise: this process's share of the noise.
         first: number of steps charged before this start or resume, at which draws and noise begin again.
-        streams: what seeds the global generators of this process within a step, and those of all alike after it.
+        streams: seeds the global generators separately on each process within a step, and identically after it.
 
     Args:
         plan: plan of the run.
         processes: the processes of the run; all of them make this object together.
         ledger: the run's ledger.
-        seed: None, or a fixed seed for tests; then nothing is private.
-        noise_memory: whether noise of earlier steps is stored or regenerated; it changes no number.
+        seed: None, or a fixed seed for tests, with which nothing is private.
+        noise_memory: whether noise of earlier steps is stored or regenerated; it changes no value.
     """
 
     def __init__(
@@ -100,7 +99,7 @@ class RunEntropy:
         seed: int | None,
         noise_memory: str = "auto",
     ) -> None:
-        """Take the entropy, and share the part that all processes need."""
+        """Draw the entropy, and share the part that all processes need."""
         self._sampler, self._seed = plan.mechanism.sampler, seed
         self._deal_key = processes.from_main(lambda: secrets.randbits(128) if seed is None else seed) & (2**128 - 1)
         generator = NoiseSource(seed, processes.rank, plan.randomness)
@@ -109,7 +108,7 @@ class RunEntropy:
         self.streams = SecretStreams(processes, seed)
 
     def draws(self) -> Iterator[NDArray[np.int64]]:
-        """Return the sampler's draws, of which rank 0's are used. Called once: the sampler starts with this call."""
+        """Return the sampler's draws; the processes use those of rank 0. Call it once: it starts the sampler."""
         return self._sampler.steps(
             seeded_rng(int.from_bytes(secrets.token_bytes(32), "little") if self._seed is None else self._seed)
         )
@@ -128,22 +127,22 @@ class PrivateRun:
     number, its units and, for replicas, the trainable weights.
 
     Attributes:
-        max_tokens: the most tokens of a microbatch in the next step: given by ``rows``, found by trial, or reduced
-            after a step that ran out of memory.
+        max_tokens: the largest number of tokens of a microbatch in the next step: given by ``rows``, found by trial, or
+            reduced after a step that ran out of memory.
 
     Args:
         plan: the constants.
         rows: the data.
         ledger: the ledger to charge.
-        seed: None, or a fixed seed for tests; then nothing is private, and the report says so.
+        seed: None, or a fixed seed for tests, with which nothing is private, and the report says so.
         noise_memory: for correlated noise: "stored" keeps the noise of earlier steps, "regenerated" draws it again in
-            each step, and "auto" stores as much as fits a share of the memory (`dpllm.mechanism.regenerated`). It
-            changes no number.
+            each step, and "auto" stores as much as fits in a share of the memory (`dpllm.mechanism.regenerated`). It
+            changes no value.
 
     Raises:
         DisagreementError: the processes differ in plan, data or versions.
-        ConfigError: a seed is given without a seeded plan, or a seeded plan without a seed; or the plan counts other
-            rows.
+        ConfigError: a seed is given without a seeded plan, or a seeded plan without a seed; or the plan was made for
+            different rows.
     """
 
     def __init__(
@@ -157,21 +156,21 @@ class PrivateRun:
         """Check that the processes agree, and share the entropy of the draws."""
         if (seed is not None) != plan.seeded:
             raise ConfigError(
-                f"The seed of the run is {seed} and the plan has seeded={plan.seeded}: the report would state the "
+                f"The seed of the run is {seed}, but the plan has seeded={plan.seeded}, so the report would state the "
                 "entropy wrongly. Set privacy.seed, which sets both, or neither"
             )
         if plan.event.restarts and ledger.has_run:
             raise ConfigError(
-                "A run of this process has this ledger already, and its noise is correlated over steps: another run on "
-                "it begins a new cycle of draws and noise, which the ledger does not state. Use PrivateRun.resume"
+                "A run in this process already uses this ledger, and its noise is correlated over steps: another run "
+                "would begin a new cycle of draws and noise, which the ledger does not state. Use PrivateRun.resume"
             )
         self.processes = Processes()
-        if self.processes.size > 1:  # one process has nobody to agree with
+        if self.processes.size > 1:
             constants = {f"the plan's {name}": repr(value) for name, value in plan.to_dict().items()}
             self.processes.agree({**constants, **agreement.software(), **rows.facts()})
         rows.check_plan(plan)  # now, so that an error is raised by all processes
         self._plan, self.rows, self.ledger = plan, rows, ledger
-        # Only the run's steps move it; the stand-in of an audit, whose clipping does not adapt, has none.
+        # Only the run's steps move the threshold. An audit's stand-in does not adapt its clipping and has none.
         self._threshold = None if plan.mechanism.first_threshold is None else ledger.hand_over_threshold()
         self._entropy = RunEntropy(plan, self.processes, ledger, seed, noise_memory)
         self._draws = Draws(plan, ledger, self.processes, self._entropy.draws())
@@ -193,7 +192,7 @@ class PrivateRun:
         budget_file: str | None = None,
         noise_memory: str = "auto",
     ) -> PrivateRun:
-        """Begin a run in an empty folder and write plan and ledger there. Called by all processes together.
+        """Begin a run in an empty folder and write plan and ledger there. Call it on all processes together.
 
         Args:
             folder: folder of the run.
@@ -230,10 +229,10 @@ class PrivateRun:
         budget_file: str | None = None,
         noise_memory: str = "auto",
     ) -> PrivateRun:
-        """Continue the run of a folder; its steps stay charged. Called by all processes together.
+        """Continue the run of a folder; its steps stay charged. Call it on all processes together.
 
         Raises:
-            LedgerError: the folder holds no run, or a run with another plan, other rows or another budget file.
+            LedgerError: the folder holds no run, or its run has a different plan, rows or budget file.
         """
         require_shared_folder(folder, Processes())
         Processes().together(rows.try_reading)
@@ -264,15 +263,15 @@ class PrivateRun:
             norm_method: see `dpllm.training.attached.RunOptions`.
             start_is_independent: see `dpllm.training.attached.RunOptions`.
             schedule_is_independent: declares that the learning rate and other hyperparameters set by the loop, and its
-                decisions about updates, depend on no loss or anything else computed from private rows. It becomes a
-                fact of the report; without it a loop of one's own has an open point. The rates are recorded in any case
-                (`dpllm.training.checks.learning_rates`).
+                decisions about updates, depend on no loss or anything else computed from private rows. The report
+                states it as a fact; without it, the report of a custom loop has an open point. The rates are recorded
+                in any case (`dpllm.training.checks.learning_rates`).
             averaging: an average of the weights after the steps (`dpllm.training.averaging`), which the report names as
-                the released weights: save the model within ``averaging.shown()``. A loop that saves its state calls
-                ``averaging.save`` and ``averaging.load`` beside it. None: the weights after the last step are released.
+                the released weights: save the model within ``averaging.shown()``. A loop that saves its state also
+                calls ``averaging.save`` and ``averaging.load``. None: the weights after the last step are released.
             gradients: see `dpllm.training.attached.RunOptions`.
-            loss_of: as for `step`, for gradients="auto": a trial on rows that are made up then shows which parts have
-                no rule. None: "auto" looks at the modules only.
+            loss_of: as for `step`, for gradients="auto": a trial on synthetic rows then finds parts of the model
+                without a rule. None: "auto" inspects the modules only.
             lr_scheduler: the scheduler of the optimizer, which steps once after each update. The rates of all updates
                 are computed from a copy, and an update with a different rate is refused. None: rates are recorded only.
             compile: see `dpllm.training.attached.RunOptions`.
@@ -282,13 +281,13 @@ class PrivateRun:
             GhostError: a part of the model cannot be clipped exactly.
             DisagreementError: the processes train different parameters.
             WatchError: the optimizer holds a trainable parameter that is not clipped.
-            ConfigError: a model is attached already, and stays so; ``rows.max_tokens`` is "auto" and the processes run
-                in lockstep; a module or the collator keeps its own random generator; an adapter or weights may depend
-                on the private rows; a run that is resumed has another average; or the scheduler's ``step`` takes
-                metrics.
+            ConfigError: a model is already attached, and stays attached; ``rows.max_tokens`` is "auto" and the
+                processes run in lockstep; a module or the collator has its own random generator; an adapter or weights
+                may depend on the private rows; a resumed run has a different average; or the scheduler's ``step``
+                takes metrics.
 
-        After any other of these errors, a run made by `start` or `resume` has ended, and its budget has its uncharged
-        steps back.
+        After any other of these errors, a run made by `start` or `resume` has ended, and its uncharged steps are
+        returned to the budget.
         """
         self._require_detached()
         options = RunOptions(
@@ -297,7 +296,7 @@ class PrivateRun:
             gradients=gradients,
             compile=compile,
         )
-        if self._files_before is None:  # the run of a ledger that the caller made, who ends it and notes the sources
+        if self._files_before is None:  # the caller made the ledger, ends it and notes the sources
             _refuse_other_kinds(averaging, lr_scheduler)
             self.attach_with(options, model, optimizer, averaging, loss_of, lr_scheduler)
             return
@@ -326,7 +325,7 @@ class PrivateRun:
         loss_of: LossOf | None,
         lr_scheduler: Any,
     ) -> None:
-        """Hook a model as `attach` does, for a caller that ends the ledger after an error and notes the sources itself.
+        """Hook a model as `attach` does, for a caller that itself ends the ledger after an error and notes the sources.
 
         Args:
             options: options of the run.
@@ -358,28 +357,28 @@ class PrivateRun:
         self._attached.reach_checked = self.ledger.unused_frozen
 
     def _require_detached(self) -> None:
-        """Raise `ConfigError` if a model is attached: `detach` notes its weights, from which the next one goes on."""
+        """Raise `ConfigError` if a model is attached: `detach` records its weights, where the next one continues."""
         if self._attached is not None:
-            raise ConfigError("A model is attached to the run: call detach() before another one is attached")
+            raise ConfigError("A model is already attached to the run: call detach() before attaching another one")
 
     def require_attached(self, model: Any) -> None:
-        """Make sure that a model to be saved is the one that the run trains; checks this process only.
+        """Check that a model to be saved is the one that the run trains; checks this process only.
 
         Raises:
-            WatchError: a model is attached, and this is another one.
+            WatchError: a different model is attached.
         """
         if self._attached is not None and model_inside(model) is not self._attached.model:
             raise WatchError(
-                "The model to be saved is not the one that the run trains: it was replaced during the training, and "
-                "the report would describe weights that are not in the folder. Put the trained model back before you "
-                "save. Merge an adapter after train(), or by merge_adapter=True; evaluate other weights in a copy"
+                "The model to be saved is not the one that the run trains: it was replaced during the training, so "
+                "the report would describe weights that are not in the folder. Restore the trained model before you "
+                "save. Merge an adapter after train(), or with merge_adapter=True; evaluate other weights in a copy"
             )
 
     def freeze_unused(self, model: Any, loss_of: LossOf) -> list[str]:
         """Freeze the trainable parameters that no loss reaches, before the optimizer is made; the report names them.
 
-        Which ones is decided by the graph of autograd behind losses of rows that are made up, so the names tell nothing
-        of the private rows. Called by all processes together, before ``accelerator.prepare`` and `attach`.
+        The autograd graph behind losses of synthetic rows decides which parameters, so their names reveal nothing
+        about the private rows. Call it on all processes together, before ``accelerator.prepare`` and `attach`.
 
         Args:
             model: the module that computes the losses, on the device that ``loss_of`` uses.
@@ -389,12 +388,12 @@ class PrivateRun:
             The names.
 
         Raises:
-            ConfigError: a model is attached; the parameters are sharded; rows cannot be made up; or losses reach no
-                parameter.
+            ConfigError: a model is attached; the parameters are sharded; synthetic rows cannot be made; or losses
+                reach no parameter.
         """
         if self._attached is not None:
             raise ConfigError(
-                "A model is attached to the run. Call freeze_unused before attach and before the optimizer"
+                "A model is already attached to the run. Call freeze_unused before attach and before the optimizer"
             )
         names = self.processes.together(lambda: freeze_unused(model, self.rows, loss_of))
         self.processes.agree({"the parameters that no loss reaches": names})
@@ -406,31 +405,31 @@ class PrivateRun:
     def draws(self, num_steps: int, present_N: np.ndarray | None = None) -> Iterator[np.ndarray]:
         """Yield the unit numbers of the next steps: independent draws of rank 0, the same on every process.
 
-        A draw is charged when it is made, whether or not a step is taken over it. Called by all processes together.
+        A draw is charged when it is made, whether or not a step uses it. Call it on all processes together.
 
         Args:
             num_steps: number of draws.
             present_N: (N,) bool, the units present; the others contribute nothing, so these are the draws of a
-                neighbouring data set under zero-out. For audits; it is an open point. None: all units are present.
+                neighbouring data set under zero-out. For audits; it adds an open point. None: all units are present.
 
         Raises:
             ValueError: the plan has no step left; with several processes, the last step failed half-way; or a unit was
                 drawn again too early for noise that is correlated over steps (`dpllm.mechanism.order.UnitsApart`).
-            DrawError: ``present_N`` has another shape or dtype; nothing is drawn.
+            DrawError: ``present_N`` has a wrong shape or dtype; nothing is drawn.
             LedgerError: a step cannot be charged.
             DisagreementError: a process draws more often or less often than the others.
         """
         if present_N is not None:
             if np.shape(present_N) != (self.rows.units.num_units,) or np.asarray(present_N).dtype != np.bool_:
                 raise DrawError(
-                    f"present_N has shape {np.shape(present_N)} and dtype {np.asarray(present_N).dtype}; one bool for "
-                    f"each of the {self.rows.units.num_units} units is needed"
+                    f"present_N has shape {np.shape(present_N)} and dtype {np.asarray(present_N).dtype}, but must be "
+                    f"one bool for each of the {self.rows.units.num_units} units"
                 )
             present_N = np.array(present_N)
             if not bool(present_N.all()):
                 self.ledger.append_open_point(LEFT_OUT)
         for _ in range(num_steps):
-            if self._attached is not None and self.processes.size > 1:  # the others may be waiting in that step
+            if self._attached is not None and self.processes.size > 1:  # the others may still wait in that step
                 refuse_unfinished(self._attached.engine)
             yield self._draws.next(present_N)
 
@@ -444,25 +443,25 @@ class PrivateRun:
             The units to pass to `step`.
 
         Raises:
-            DrawError: the run has secret randomness and noise, so its report would state an ε that is not true.
+            DrawError: the run has secret randomness and noise, so its report would state an untrue ε.
         """
         if not self.plan.seeded and self.plan.noise_multiplier > 0:
             raise DrawError(
-                f"The plan states ε = {format_epsilon(self.plan.epsilon)}, which holds for units that its sampler "
+                f"The plan states ε = {format_epsilon(self.plan.epsilon)}, which holds only for units that its sampler "
                 "draws. Take them from `draws`; chosen units need a run that is not private (privacy.seed, or a noise "
                 "multiplier of 0)"
             )
         return self._draws.chosen(np.asarray(unit_ids, dtype=np.int64))
 
     def step(self, unit_ids: np.ndarray, loss_of: LossOf, progress: Progress = unseen) -> StepDiagnostics:
-        """Take a private step over these units; see `dpllm.training.step.private_step`.
+        """Take a private step on these units; see `dpllm.training.step.private_step`.
 
         Afterwards the private gradient is in ``.grad`` for ``optimizer.step()``. DeepSpeed's engine has already updated
         the parameters, and ``step()`` of its optimizer, as wrapped by accelerate, does nothing.
 
         Before steps 1, 2, 4, 8, … of this process, and before the last step of the plan, the independence of rows is
-        measured (`dpllm.training.checks.independence`). In the first 8 steps dependent rows are an error, later an open
-        point of the report.
+        measured (`dpllm.training.checks.independence`). Dependent rows are an error in the first 8 steps, and an open
+        point of the report in later ones.
 
         Args:
             unit_ids: the last result of `draws`; each draw is for one step.
@@ -471,7 +470,7 @@ class PrivateRun:
                 `dpllm.training.step.private_step`.
 
         Raises:
-            DrawError: these are other units, or the draw was used.
+            DrawError: the units are not the last draw, or the draw was already used.
             DisagreementError: the processes take different steps, or their weights differ.
             WatchError: something other than the noisy gradient reached weights or buffers
                 (`dpllm.training.checks.watch`).
@@ -520,10 +519,10 @@ class PrivateRun:
                 ahead=self.rows.fetch_ahead and not attached.independence.is_drawn,
             )
         except BaseException:
-            # Without the check. A state saved from now on must not reveal how many random numbers the rows took.
+            # Without the check: a state saved from now on must not reveal how many random numbers the rows used.
             self._entropy.streams.share()
             with contextlib.suppress(GhostError, RuntimeError):  # neither may hide the first error
-                attached.clipper.forget()  # Ctrl-C leaves layers without requires_grad
+                attached.clipper.forget()  # Ctrl-C may leave layers without requires_grad
             raise
         attached.watch.note_gradients()
         if attached.averaging is not None and isinstance(attached.engine, DeepSpeedZero):  # it has updated the weights
@@ -540,7 +539,7 @@ class PrivateRun:
         refuse_leftovers(attached.clipper, attached.engine)
 
     def _find_max_tokens(self, attached: Attached, loss_of: LossOf) -> int:
-        """Return the most tokens of a microbatch that fit on every process, by trials that are not charged.
+        """Return the largest number of tokens of a microbatch that fits on every process, found by uncharged trials.
 
         Raises:
             MicrobatchTooLargeError: one row does not fit.
@@ -567,10 +566,10 @@ class PrivateRun:
     def _check_rows(self, attached: Attached, loss_of: LossOf, max_tokens: int | None) -> None:
         """Check, in the first step and then less and less often, that no row's contribution depends on other rows.
 
-        After the first steps a difference is an open point of the report, which holds no loss of a row.
+        After the first steps a difference adds an open point to the report, without any loss of a row.
 
         Raises:
-            IndependenceError: one does; the losses of single rows in the message are noted as a disclosure.
+            IndependenceError: a row's contribution does; the single losses in the message are noted as a disclosure.
         """
         try:
             attached.independence.before_step(
@@ -582,7 +581,7 @@ class PrivateRun:
             for point in attached.independence.points:
                 self.ledger.append_open_point(point)
         except IndependenceError:
-            attached.watch.complete()  # a tensor that was written is the likeliest cause
+            attached.watch.complete()  # a tensor that was written is the most likely cause
             self.ledger.append_disclosure("losses of single rows, in an error message", 1)
             raise
 
@@ -603,7 +602,7 @@ class PrivateRun:
         attached.is_noted = True
 
     def _microbatches(self, unit_ids: np.ndarray, max_tokens: int | None) -> StepBatch:
-        """This process's share of the drawn units."""
+        """Return the microbatches with this process's share of the drawn units."""
         return microbatches(
             fetch=self.rows.fetch,
             collate=self.rows.collate,
@@ -622,7 +621,7 @@ class PrivateRun:
     def _refuse_unreached(self, attached: Attached) -> None:
         """Check, after the first step of this process, that losses reach every trained parameter, on any process.
 
-        In one pass for all units each microbatch shows it. Called by all processes together.
+        A clipper that handles all units in one pass shows this in each microbatch. Called on all processes together.
 
         Raises:
             GhostError: a parameter would be trained on noise only.
@@ -656,9 +655,9 @@ class PrivateRun:
         self._attached = None
 
     def finish(self, reason: str = COMPLETED, stopped_independently: bool = False) -> dict[str, Any] | None:
-        """End the run: undo the hooks, close the ledger, and write the privacy report beside it.
+        """End the run: remove the hooks, close the ledger, and write the privacy report next to it.
 
-        Called by all processes together, not only by the main one: the weights of all of them are compared first.
+        Call it on all processes together, not only on the main one, since it first compares the weights of all of them.
         Save the model in the run's folder first: the ledger then names its files, and `dpllm verify` recognises them.
 
         Args:
@@ -674,13 +673,13 @@ class PrivateRun:
         Raises:
             WatchError: weights or buffers changed outside of the mechanism, on any process; the ledger stays open.
             DisagreementError: the weights of two processes differ after the last update, or another process is at
-                another point of the run; the ledger stays open.
+                a different point of the run; the ledger stays open.
             LedgerError: the run has ended.
         """
         if self._finished:
             raise LedgerError(
-                f"The run in {self.ledger.path.parent} has ended: finish() was called before. Its report is in that "
-                "folder; to take steps that are left, call PrivateRun.resume"
+                f"The run in {self.ledger.path.parent} has already ended with finish(), and its report is in that "
+                "folder. To take the remaining steps, call PrivateRun.resume"
             )
         self._draws.end(self.ledger.num_steps)
         self.check_before_saving()
@@ -712,19 +711,19 @@ class PrivateRun:
             self.ledger.write_rate()
 
     def check_before_saving(self) -> None:
-        """Do as `check_saved_state`, and compare the weights of the processes; called by all of them together.
+        """Check the saved state as `check_saved_state` does, and compare the weights of the processes; on all of them.
 
         Raises:
             WatchError: a buffer or a frozen parameter changed, on any process.
             DisagreementError: the trainable weights of two replicas differ after the last update, or another process
-                is at another point of the run.
+                is at a different point of the run.
         """
         self._draws.save(self.ledger.num_steps)
         parameters = {} if self._attached is None else self._attached.clipper.parameters
         check_before_saving(parameters, self.processes, found_by(self.check_saved_state))
 
     def end_weights(self) -> None:
-        """Store the present weights as the final weights of the run; see `dpllm.models.run_weights`."""
+        """Store the current weights as the final weights of the run; see `dpllm.models.run_weights`."""
         if self._attached is not None and self.ledger.num_steps > 0:
             self._attached.weights.end()
 
@@ -742,9 +741,9 @@ class PrivateRun:
     def row_differences(self) -> Differences | None:
         """How far rows alone and in a batch differed in the last check: ``loss``, ``norm`` and the ``tolerance``.
 
-        None before the first check, and while no model is attached. The figures are of this process, for setting the
-        tolerance of a device (`dpllm.training.checks.differences.TOLERANCE`). They are computed from private rows and
-        not covered by ε.
+        None before the first check, and while no model is attached. The figures are of this process and serve to set
+        the tolerance of a device (`dpllm.training.checks.differences.TOLERANCE`). They are computed from private rows
+        and not covered by ε.
         """
         return None if self._attached is None else self._attached.independence.last
 
@@ -783,14 +782,14 @@ class PrivateRun:
         return {**state, "weights": trained} if trained else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Check that a checkpoint belongs to this run; draws and noise are fresh. Called by all processes together.
+        """Check that a checkpoint belongs to this run; draws and noise are fresh. Call it on all processes together.
 
         Raises:
-            LedgerError: the checkpoint is of another plan or run, of a copy of the folder that was continued, or of
-                steps that the ledger does not hold; or the weights are not those that it was saved with.
+            LedgerError: the checkpoint belongs to another plan or run, to a copy of the folder that was continued, or
+                to steps that the ledger does not hold; or the weights are not those saved with it.
         """
         if not {"plan_hash", "ledger"} <= state.keys():
-            raise LedgerError("The checkpoint names no plan or no ledger. Give what state_dict() of a run returned")
+            raise LedgerError("The checkpoint names no plan or no ledger. Pass what state_dict() of a run returned")
         if state["plan_hash"] != self.plan.hash:
             raise LedgerError(
                 f"The checkpoint was made under the plan {state['plan_hash'][:12]}, but the plan of this run is "
@@ -809,12 +808,12 @@ def _refuse_other_kinds(averaging: Any, lr_scheduler: Any) -> None:
     """Refuse an average that is only a specification, and a schedule that follows a loss or an evaluation."""
     if averaging is not None and not isinstance(averaging, Averaging):
         raise ConfigError(
-            f"averaging is {averaging!r}; pass Averaging(average_of({averaging!r}), num_steps) of "
-            "dpllm.training.averaging, which the loop keeps"
+            f"averaging is {averaging!r}: pass Averaging(average_of({averaging!r}), num_steps) from "
+            "dpllm.training.averaging"
         )
     if takes_metrics(lr_scheduler):
         raise ConfigError(
             f"lr_scheduler is a {type(lr_scheduler).__name__}, whose step() takes a loss or an evaluation. "
-            "Figures of private rows would reach the weights, which ε does not cover. Use a schedule of the "
+            "Figures of private rows would influence the weights, which ε does not cover. Use a schedule of the "
             "step number, such as LambdaLR"
         )

@@ -1,11 +1,11 @@
-"""The way out of a run: rehearsed before its first step, and kept open at its end.
+"""Rehearse saving, loading and generating before a run's first step, and wait for disk space at its end.
 
-Place in the flow: `dpllm.DPTrainer` calls `rehearse` before the ledger is opened. Whatever only a save, a load or a
-first generated token would find out is an error then, when nothing is charged. After the training the weights exist
-only in memory and have cost all ε: `until_there_is_room` waits where the disk is full.
+`dpllm.DPTrainer` calls `rehearse` before the ledger is opened. Whatever only a save, a load or a first generated token
+would reveal is then an error while nothing is charged. After the training the weights exist only in memory and have
+cost all ε, so `until_there_is_room` waits if the disk is full.
 
-The rehearsal reads no private row. It writes into a folder inside the output folder, which it removes, and leaves the
-model's weights, buffers and modes and all random states as they were. What is written is bounded: an adapter is saved
+The rehearsal reads no private row. It writes into a folder inside the output folder, which it removes, and restores the
+model's weights, buffers and modes and all random states. The written amount is bounded: an adapter is saved
 whole, a larger model with those of its layers that fit into `WHOLE_UP_TO`.
 """
 
@@ -55,14 +55,14 @@ from dpllm.models.tasks import is_of_transformers, loading_class, task_of
 logger = transformers_logging.get_logger(__name__)
 
 WHOLE_UP_TO = 256 * 1024**2
-"""A model of at most so many bytes is saved and loaded whole; of a larger one, layers of so many bytes are saved."""
+"""A model of at most this many bytes is saved and loaded whole; of a larger one, layers of this size are saved."""
 SAVED_STATE = {"adamw_torch": 2, "adamw_torch_fused": 2, "adafactor": 0, "sgd": 0}
-"""Numbers that a checkpoint holds for each trained parameter, by ``args.optim``; for others none are counted."""
+"""Numbers that a checkpoint stores for each trained parameter, by ``args.optim``; for others none are counted."""
 _TEXT = "The people read."
 _PAUSE = 10.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 Save = Callable[[str, dict[str, Any] | None], None]
-"""Saves the model with a state into a folder, as the end of the run does; None: the state is the model's own."""
+"""Saves the model with a state into a folder, as the end of the run does; None: the model's own state."""
 
 
 def rehearse(
@@ -73,25 +73,25 @@ def rehearse(
     merges: bool = False,
     context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> str:
-    """Save a model that is not trained yet, load it as its card will say, and let it write a token; for one process.
+    """Save an untrained model, load it as its card will describe, and generate a token; for one process.
 
     Args:
-        model: to train; not yet distributed.
+        model: model to train; not yet distributed.
         save: saves it as the end of the run will.
-        args: of the training.
-        tokenizer: saved beside the model. None: there is none.
+        args: arguments of the training.
+        tokenizer: tokenizer saved with the model. None: there is none.
         merges: whether the run also writes the model with its adapter merged.
-        context: under which the model computes, such as autocast.
+        context: context in which the model computes, such as autocast.
 
     Returns:
-        What was done, in words.
+        A description of what was done.
 
     Raises:
-        ConfigError: a part of the way out fails; the message has the cause and the remedy.
+        ConfigError: saving, loading or generating fails; the message has the cause and the remedy.
     """
     model = getattr(model, "_orig_mod", model)
     if not is_whole(model):
-        return "the way out was not rehearsed, since the model is divided over processes"
+        return "saving was not rehearsed, since the model is sharded over processes"
     folder = Path(str(args.output_dir))
     folder.mkdir(parents=True, exist_ok=True)
     done = []
@@ -101,7 +101,7 @@ def rehearse(
         warnings.catch_warnings(),
         tempfile.TemporaryDirectory(prefix=".rehearsal-", dir=folder) as place,
     ):
-        warnings.simplefilter("ignore")  # the save at the end gives them
+        warnings.simplefilter("ignore")  # the save at the end shows them
         saved = Path(place) / "model"
         state = _part_of_state(model)
         with _stage(lambda error: _cause(error, model, tokenizer, args, Path(place) / "cause")):
@@ -122,8 +122,8 @@ def rehearse(
     return f"rehearsal: {', '.join(done)}"
 
 
-_AS_PUBLISHED = "Compare the model's configuration with that of its published files, and mend it"
-_OTHER_TOKENIZER = "Give a tokenizer whose save_pretrained and from_pretrained give it back"
+_AS_PUBLISHED = "Compare the model's configuration with that of its published files, and correct it"
+_OTHER_TOKENIZER = "Use a tokenizer that from_pretrained loads unchanged after save_pretrained"
 
 
 @contextlib.contextmanager
@@ -133,7 +133,7 @@ def _stage(cause: Callable[[Exception], tuple[str, str]]) -> Iterator[None]:
         yield
     except (ConfigError, torch.OutOfMemoryError, MemoryError):
         raise
-    except Exception as error:  # any: libraries raise what they like, and nothing is charged yet
+    except Exception as error:  # any: libraries raise arbitrary errors, and nothing is charged yet
         what, remedy = cause(error)
         raise ConfigError(f"The run would have no result: {what}. {remedy}. Nothing was charged") from error
 
@@ -147,8 +147,8 @@ def _cause(error: Exception, model: Any, tokenizer: Any, args: Any, place: Path)
     """Find the part that cannot be saved: each is saved alone."""
     inner = _inside(model)
     parts = [
-        ("model.generation_config", getattr(inner, "generation_config", None), "Correct this value of it"),
-        ("model.config", getattr(inner, "config", None), "Correct this value of it"),
+        ("model.generation_config", getattr(inner, "generation_config", None), "Correct this value in it"),
+        ("model.config", getattr(inner, "config", None), "Correct this value in it"),
         ("the tokenizer", tokenizer, _OTHER_TOKENIZER),
     ]
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
@@ -161,8 +161,8 @@ def _cause(error: Exception, model: Any, tokenizer: Any, args: Any, place: Path)
                 return f"{name} cannot be saved: {_words(found)}", remedy
     try:
         pickle.dumps(args)
-    except Exception as found:  # any: an attribute of somebody's own
-        return f"the training arguments cannot be saved: {_words(found)}", "Leave out the value that cannot be pickled"
+    except Exception as found:  # any: an attribute of a user's class
+        return f"the training arguments cannot be saved: {_words(found)}", "Remove the value that cannot be pickled"
     if isinstance(error, RuntimeError) and "share" in str(error):
         remedy = "Copy one of them (nn.Parameter(weight.clone())), or name them in the class's _tied_weights_keys"
         return f"weights that several layers share cannot be saved: {_words(error)}", remedy
@@ -173,7 +173,7 @@ def _cause(error: Exception, model: Any, tokenizer: Any, args: Any, place: Path)
 
 
 def is_whole(model: nn.Module) -> bool:
-    """Whether this process holds all weights of a model; with ZeRO-3 even a model that it loads is divided."""
+    """Return whether this process has all weights of a model; with ZeRO-3 even a model that it loads is sharded."""
     return not is_deepspeed_zero3_enabled() and not any(
         isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") or parameter.is_meta
         for parameter in model.parameters()
@@ -218,7 +218,7 @@ def _sizes_of(state: Mapping[str, Any], names: list[str]) -> int:
 
 
 def _save_merged(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Save what a merged model consists of; its weights only if a copy of them is small."""
+    """Save the parts of a merged model; its weights only if a copy of them is small."""
     if _size(model.parameters()) <= WHOLE_UP_TO:
         merged(model).save_pretrained(folder)
     else:
@@ -231,7 +231,7 @@ def _save_merged(model: Any, tokenizer: Any, folder: Path) -> None:
 
 
 def _require_all_saved(model: Any) -> None:
-    """Refuse weights beside an adapter that are trained or new, and are not saved with it.
+    """Refuse trained or new weights next to an adapter that are not saved with it.
 
     Raises:
         ConfigError: there are such weights.
@@ -248,14 +248,14 @@ def _require_all_saved(model: Any) -> None:
     ]
     if lost:
         raise ConfigError(
-            f"{lost[0]} is trained, and PEFT saves only the adapter, without it ({len(lost)} such weights): freeze it, "
+            f"{lost[0]} is trained, and PEFT saves only the adapter, without it ({len(lost)} such weights). Freeze it, "
             "or name its module in modules_to_save of the adapter's configuration. Nothing was charged"
         )
     task = task_of(_inside(model))
     heads = new_heads(model) if task is not None and TASKS[task].labels != "text" else []
     if lost := [name for name in heads if prefix not in name and f"base_model.model.{name}" not in state]:
         raise ConfigError(
-            f"{lost[0]} is new, and PEFT saves only the adapter, without it: each load would make another one. Name "
+            f"{lost[0]} is new, but PEFT saves only the adapter, so each load would make another one. Name "
             "its module in modules_to_save of the adapter's configuration. Nothing was charged"
         )
 
@@ -269,10 +269,10 @@ def _state_of_adapters(model: PeftModel) -> dict[str, Tensor]:
 
 
 def _loads(model: Any, folder: Path, whole: bool) -> bool:
-    """Load the files of a model as its card says, and compare; False: its own code is needed for that.
+    """Load the files of a model as its card describes, and compare; False: this needs the model's own code.
 
     Raises:
-        ConfigError: other weights are loaded than were saved.
+        ConfigError: the loaded weights differ from the saved ones.
     """
     inner = _inside(model)
     if not isinstance(inner, PreTrainedModel) or not is_of_transformers(inner):
@@ -297,7 +297,7 @@ def _loads(model: Any, folder: Path, whole: bool) -> bool:
 
 
 def _trained(model: nn.Module) -> dict[str, Tensor]:
-    """Return the trained weights, also those with two names; others are those of the public start."""
+    """Return the trained weights, including those with two names; others belong to the public start."""
     named = model.named_parameters(remove_duplicate=False)
     return {name: value.detach() for name, value in named if value.requires_grad}
 
@@ -311,10 +311,10 @@ def _loads_adapter(model: PeftModel, kind: Any, folder: Path) -> bool:
         return False  # its layers cannot be made without a device
     arguments, added = changes_of_base(model)
     if added is not None and getattr(config, "trainable_token_indices", None):
-        return False  # PEFT needs the values of the base below tokens that were added
+        return False  # PEFT needs the base's values below tokens that were added
     try:
         base_config = AutoConfig.from_pretrained(config.base_model_name_or_path or "", **NO_CODE, **arguments)
-    except Exception:  # any: made from a configuration, or moved; then its own configuration is all there is
+    except Exception:  # any: the base was made from a configuration, or moved; only its own configuration exists
         base_config = inner.config
     with torch.device("meta"):
         base = _made_of(kind, base_config)
@@ -323,7 +323,7 @@ def _loads_adapter(model: PeftModel, kind: Any, folder: Path) -> bool:
     rows = [getattr(one.get_input_embeddings(), "num_embeddings", None) for one in (inner, _inside(loaded))]
     if rows[0] != rows[1]:
         raise ValueError(
-            f"the embedding has {rows[0]} rows here and {rows[1]} in the base model's files, and the adapter does not "
+            f"the embedding has {rows[0]} rows here but {rows[1]} in the base model's files, and the adapter does not "
             "hold the added ones (name the embedding in modules_to_save)"
         )
     _require_same_names(get_peft_model_state_dict(model, adapter_name=str(name)), get_peft_model_state_dict(loaded))
@@ -339,7 +339,7 @@ def _require_same_names(saved: Mapping[str, Any], loaded: Mapping[str, Any]) -> 
         if name not in loaded:
             raise ValueError(f"{name} is not loaded")
         if isinstance(value, Tensor) and value.shape != loaded[name].shape:
-            raise ValueError(f"{name} has the shape {tuple(value.shape)} here and {tuple(loaded[name].shape)} there")
+            raise ValueError(f"{name} has the shape {tuple(value.shape)} here but {tuple(loaded[name].shape)} there")
 
 
 def _require_equal(saved: Mapping[str, Any], loaded: Mapping[str, Any], padding: int | None = None) -> None:
@@ -354,7 +354,7 @@ def _require_equal(saved: Mapping[str, Any], loaded: Mapping[str, Any], padding:
         if differs.dim() == 2 and padding is not None and 0 <= padding < len(differs):
             differs[padding] = False
         if differs.any():
-            raise ValueError(f"{name} has other values after loading")
+            raise ValueError(f"{name} has different values after loading")
 
 
 def _load_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -363,7 +363,7 @@ def _load_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     loaded = kind.from_pretrained(str(folder), **NO_CODE)
     ids = [one(_TEXT, add_special_tokens=True)["input_ids"] for one in (tokenizer, loaded)]
     if ids[0] != ids[1] or len(tokenizer) != len(loaded):
-        raise ValueError("it makes other tokens of the same text after loading")
+        raise ValueError("it makes different tokens from the same text after loading")
 
 
 # ------------------------------------------------------------------------ output
@@ -371,13 +371,13 @@ def _load_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 
 @torch.no_grad()
 def _one_output(model: Any, tokenizer: Any, rows: int) -> str:
-    """Let the model answer a public text, and return what it did in words.
+    """Let the model answer a public text, and return a description of what it did.
 
-    Some models need more than a text, such as an image, and a program of one's own gives it to them. So a model that
-    gives no output is only named; it is refused if its own generation configuration is the reason.
+    Some models need more than a text, such as an image, which a user's program passes to them. A model that
+    returns no output is therefore only reported; it is refused if its own generation configuration is the reason.
 
     Raises:
-        ConfigError: it writes text, but not with its generation configuration; or it classifies one row and not
+        ConfigError: it generates text, but not with its generation configuration; or it classifies one row but not
             several, since it has no padding token.
     """
     inner, task = _inside(model), task_of(model)
@@ -392,7 +392,7 @@ def _one_output(model: Any, tokenizer: Any, rows: int) -> str:
     model.eval()
     writes = TASKS[task].labels == "text"
     if writes and not inner.can_generate():
-        return "no token generated, since its class cannot"
+        return "no token generated, since its class cannot generate"
     try:
         if writes:
             model.generate(**inputs, max_new_tokens=1, disable_compile=True)
@@ -406,8 +406,8 @@ def _one_output(model: Any, tokenizer: Any, rows: int) -> str:
     except Exception as error:  # any, as above
         if writes and _writes_by_default(model, inputs):
             raise ConfigError(
-                f"The run would have no result: with its model.generation_config the model writes no text: "
-                f"{_words(error)}. Correct this value of it. Nothing was charged"
+                f"The run would have no result: with its model.generation_config the model cannot generate text: "
+                f"{_words(error)}. Correct this value in it. Nothing was charged"
             ) from error
         return f"no output for a text ({_words(error)[:120]})"
 
@@ -417,13 +417,13 @@ def _classify_two(model: Any, inputs: Mapping[str, Tensor]) -> None:
         model(**{name: value.repeat(2, 1) for name, value in inputs.items()})
     except Exception as error:  # any, as above
         raise ConfigError(
-            "model.config.pad_token_id is None, and the classifier takes several rows only with one "
+            "model.config.pad_token_id is None, but without it the classifier cannot take several rows "
             f"({_words(error)}): set model.config.pad_token_id = tokenizer.pad_token_id. Nothing was charged"
         ) from error
 
 
 def _writes_by_default(model: Any, inputs: Mapping[str, Tensor]) -> bool:
-    """Whether a model writes text with a generation configuration that only names its tokens."""
+    """Return whether a model generates text with a generation configuration that only names its tokens."""
     own = model.generation_config
     names = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
     tokens = {name: getattr(own, name, None) for name in names}
@@ -452,7 +452,7 @@ def _untouched(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the notices about files that are deleted again, and restore the levels."""
+    """Silence the messages about files that are deleted again, and restore the log levels."""
     own = logging.getLogger("dpllm")
     level, verbosity = own.level, transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
@@ -474,11 +474,11 @@ def quiet() -> Iterator[None]:
 def bytes_to_write(
     model: nn.Module, args: TrainingArguments, num_steps: int, merges: bool, seals_start: bool = False
 ) -> int:
-    """Return the fewest bytes that a run writes: its model, the merged one, its checkpoints and its reports.
+    """Return the smallest number of bytes that a run writes: its model, the merged one, checkpoints and reports.
 
     Args:
-        model: to train.
-        args: of the training.
+        model: model to train.
+        args: arguments of the training.
         num_steps: T.
         merges: whether the model is also written with its adapter merged.
         seals_start: whether the weights before the first step are saved. The first checkpoint replaces them, so they
@@ -500,12 +500,12 @@ def bytes_to_write(
 def until_there_is_room(
     write: Callable[[], None], folder: Path, needed: int, spare: Callable[[Path], None] | None
 ) -> None:
-    """Write the results of a run; where the disk is full, keep a copy elsewhere and try again until there is room.
+    """Write the results of a run; if the disk is full, keep a copy elsewhere and try again until there is room.
 
-    The steps are charged, and the weights are only in this process. It waits without limit: ending it would lose them.
+    The steps are charged, and only this process has the weights. It waits without limit, since ending it loses them.
 
     Args:
-        write: writes the results; it may be called again after it failed.
+        write: writes the results; it may be called again after a failure.
         folder: the folder that is written to.
         needed: bytes that will be written there.
         spare: writes the weights into another folder; None: this process does not have them all.
@@ -520,23 +520,23 @@ def until_there_is_room(
                 if not is_full(error):
                     raise
             for path, state in _weights_in(folder).items():
-                if before.get(path) != state:  # it is not complete, and fills the disk
+                if before.get(path) != state:  # it is incomplete, and fills the disk
                     path.unlink(missing_ok=True)
             if not told:
                 copy, told = _spare_copy(folder, needed, spare), True
                 kept = (
                     f"A copy of the trained weights is in {copy}"
                     if copy is not None
-                    else "The trained weights are only in the memory of this process, and ending it loses them"
+                    else "The trained weights are only in this process's memory, and ending it loses them"
                 )
                 logger.error(
-                    "The disk of %s is full, and %s are needed. All steps of the run are charged. %s. Make room: the "
-                    "files are then written by themselves",
+                    "The disk of %s is full, and %s are needed. All steps of the run are charged. %s. Free some space; "
+                    "the files are then written automatically",
                     *(folder, size_in_words(needed), kept),
                 )
             time.sleep(_PAUSE)
     except BaseException:
-        copy = None  # it is all there is
+        copy = None  # the copy is no longer needed
         raise
     finally:
         if copy is not None:
@@ -549,7 +549,7 @@ def _weights_in(folder: Path) -> dict[Path, tuple[int, int]]:
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether an error says that a disk is full or a quota used up."""
+    """Return whether an error means that a disk is full or a quota is used up."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in _FULL
     words = str(error)

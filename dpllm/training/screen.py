@@ -1,11 +1,11 @@
-"""A run on the screen: its phases, and the bar of its training with steps, time left, throughput and ε so far.
+"""Show a run on the screen: its phases, and its training's bar with steps, remaining time, throughput and ε so far.
 
-Place in the flow: the program of recipes announces phases on every process; the first one prints. `StepProgress` is in
-place of the Trainer's own bar, outside of notebooks. The first step also has checks that come once, so the time left is
-computed from the steps after it; the time so far counts from the start of the training.
+The program of recipes announces phases on every process; the first one prints. Outside of notebooks, `StepProgress`
+replaces the Trainer's own bar. The first step also includes one-time checks, so the remaining time is
+computed from the steps after it; the elapsed time counts from the start of the training.
 
-Within a long step a terminal shows the share of the step that is done. It follows the number of drawn units, which ε
-does not cover, so it goes to a terminal only: output that is redirected to a file says that the step is under way.
+Within a long step a terminal shows the completed share. It depends on the number of drawn units, which ε
+does not cover, so it goes to a terminal only; output that is redirected to a file only says that the step is under way.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Phases:
     """The phases of one run.
 
     Args:
-        console: to print to; a quiet one prints nothing.
+        console: console to print to; a quiet one prints nothing.
         bars: whether progress bars are shown.
     """
 
@@ -40,11 +40,11 @@ class Phases:
         self._since = 0.0
 
     def begin(self, name: str, words: str = "") -> None:
-        """End the phase before, and print the name of the next one.
+        """End the previous phase, and print the name of the next one.
 
         Args:
-            name: of the phase.
-            words: what follows the name.
+            name: name of the phase.
+            words: text after the name.
         """
         self.end()
         Processes.mark(name)
@@ -54,11 +54,11 @@ class Phases:
             self.console.print(f": {words}", markup=False)
 
     def say(self, text: str) -> None:
-        """Print a line of the present phase."""
+        """Print a line of the current phase."""
         self.console.print(f"  {text}", style="dim", markup=False)
 
     def end(self, words: str = "") -> None:
-        """End the present phase, if there is one, with its time.
+        """End the current phase, if there is one, and print its time.
 
         Args:
             words: the result, in a few words.
@@ -70,7 +70,7 @@ class Phases:
 
     @contextmanager
     def bar(self, total: int, unit: str) -> Iterator[Callable[[int], None]]:
-        """Yield a function that moves a bar by a number of parts."""
+        """Yield a function that advances a bar by a number of parts."""
         hidden = self.console.quiet or not self.bars
         with auto.tqdm(total=total, unit=unit, dynamic_ncols=True, leave=False, disable=hidden) as shown:
 
@@ -81,7 +81,7 @@ class Phases:
 
 
 _ON_A_TERMINAL, _IN_A_FILE = 1.0, 30.0
-"""Seconds between two words on a step that is under way."""
+"""Seconds between two messages about a step that is under way."""
 _SHARE = 100  # ε is computed again after this many times the time that it took
 
 
@@ -91,7 +91,7 @@ class Batch:
 
     Attributes:
         units: expected number of units of privacy, or of rows where rows are drawn.
-        tokens: of that many, at the mean length of the rows.
+        tokens: tokens of that many units, at the mean length of the rows.
     """
 
     units: int
@@ -99,7 +99,7 @@ class Batch:
 
 
 class StepBar(tqdm):
-    """A bar whose time left is that of the steps after the first one.
+    """A bar whose remaining time is computed from the steps after the first one.
 
     Attributes:
         measured: number of the steps after the first one, and their seconds.
@@ -133,17 +133,17 @@ class StepProgress(ProgressCallback):
         self._spent, self._next = "", 0.0  # ε in words, and the time from which it is computed again
         self._counted = 0  # the steps that this ε counts
         self._figures: list[str] = []
-        self._shown = 0.0  # the time of the last words
+        self._shown = 0.0  # the time of the last message
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Show the bar, from the step at which a resumed run goes on."""
+        """Show the bar, from the step at which a resumed run continues."""
         self._first, self._figures = None, []
         self.current_step = state.global_step
         if state.is_world_process_zero:
             bar: Any = StepBar(total=state.max_steps, initial=state.global_step, unit="step", dynamic_ncols=True)
-            bar.set_postfix_str(f"step {state.global_step + 1}: checks that come once")
+            bar.set_postfix_str(f"step {state.global_step + 1}: one-time checks")
             self.training_bar = bar
 
     def on_step_begin(
@@ -153,10 +153,10 @@ class StepProgress(ProgressCallback):
         self._shown = time.time()
 
     def moved(self, done: float) -> None:
-        """Show that a step goes on, if the last words are old.
+        """Show that a step is still running, if the last message is old.
 
         Args:
-            done: share of the step that is done, from 0 to 1.
+            done: completed share of the step, from 0 to 1.
         """
         bar: Any = self.training_bar
         now = time.time()
@@ -170,7 +170,7 @@ class StepProgress(ProgressCallback):
         bar.set_postfix_str(", ".join([*self._figures, f"step {bar.n + 1}: {how_far}"]))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Move the bar."""
+        """Advance the bar."""
         bar = self.training_bar
         if bar is None:
             return
@@ -187,7 +187,7 @@ class StepProgress(ProgressCallback):
         super().on_step_end(args, state, control, **kwargs)
 
     def _epsilon_now(self, now: float, state: TrainerState) -> str:
-        """Return ε, computed again at the end and when this takes a small share of the time; else with its step."""
+        """Return ε, recomputed at the end and whenever that takes a small share of the time; else with its step."""
         if now >= self._next or state.global_step >= state.max_steps:
             self._spent, self._counted = _words(epsilon_to_log(self._epsilon())), state.global_step
             self._next = now + _SHARE * (time.time() - now)
@@ -208,7 +208,7 @@ class StepProgress(ProgressCallback):
 
 
 def progress_of(callbacks: Iterable[Any]) -> Progress:
-    """Return the function that shows how far a step is: that of the bar, if there is one among the callbacks."""
+    """Return the function that shows a step's progress: that of the bar, if there is one among the callbacks."""
     return next((one.moved for one in callbacks if isinstance(one, StepProgress)), unseen)
 
 

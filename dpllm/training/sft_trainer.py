@@ -1,8 +1,8 @@
 """DPSFTTrainer: private supervised fine-tuning with the options and the data shapes of TRL's ``SFTTrainer``.
 
-Place in the flow: it makes rows of examples (`dpllm.data.supervised`) and passes them to `dpllm.DPTrainer`, whose
-steps, checks and report it has. TRL prepares conversations and templates; no class of its trainers is inherited, so no
-option is ignored without a word (`dpllm.training.trl_arguments`).
+It makes rows from examples (`dpllm.data.supervised`) and passes them to `dpllm.DPTrainer`, from which it inherits
+steps, checks and report. TRL prepares conversations and templates. DPSFTTrainer inherits from no class of TRL's
+trainers, so no option is silently ignored (`dpllm.training.trl_arguments`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class DPSFTTrainer(DPTrainer):
 
     Args:
         model: a causal language model, PEFT-wrapped or not; or its folder or name on the Hub.
-        args: `trl.SFTConfig`. The loss of a row is the mean over its own targets, and not over those of the batch.
+        args: `trl.SFTConfig`. The loss of a row is the mean over its own targets, not over those of the batch.
         privacy: the privacy guarantee.
         train_dataset: a `datasets.Dataset` with a column of texts, ``prompt`` and ``completion``, ``messages`` or
             ``conversations`` (texts or conversations), or token ids in ``input_ids``.
@@ -92,10 +92,10 @@ class DPSFTTrainer(DPTrainer):
         self.sources.training.append(given)
 
     def row_maker(self, model: Any, tokenizer: Any, keys: Mapping[str, Any]) -> None:
-        """Return None: the rows are made before."""
+        """Return None: the constructor has already made the rows."""
 
     def _rows_of(self, dataset: Any) -> Any:
-        """Return the rows of examples for evaluation; a name, or rows that are tokenised, as they are."""
+        """Return the rows of examples for evaluation; a name, or tokenised rows, are returned unchanged."""
         if isinstance(dataset, Mapping):
             return {name: self._rows_of(one) for name, one in dataset.items()}
         columns = getattr(dataset, "column_names", None) or ()
@@ -115,10 +115,10 @@ class DPSFTTrainer(DPTrainer):
 
 
 def _skips_preparation(args: Any) -> bool:
-    """Return whether rows are given as token ids and are not prepared.
+    """Return whether rows are given as token ids and need no preparation.
 
     Raises:
-        ConfigError: ``dataset_kwargs`` has another key, or another value than true or false.
+        ConfigError: ``dataset_kwargs`` has an unsupported key, or a value that is neither true nor false.
     """
     if not isinstance(args.dataset_kwargs, Mapping | None):
         raise ConfigError(f"dataset_kwargs must be a dictionary, got {type(args.dataset_kwargs).__name__}")

@@ -29,17 +29,17 @@ from dpllm.privacy.stated import planned_steps, stated_starts, steps_allowed, ta
 from dpllm.training.adaptive_threshold import Threshold
 
 NOT_SETTLED = (
-    "The run ended, and its budget {file} could not be settled ({error}). All its planned steps stay reserved there. "
-    "Put the file back in its place, and run `dpllm budget settle` with it and this folder."
+    "The run ended, but its budget {file} could not be settled ({error}), so all its planned steps stay reserved "
+    "there. Restore the file, and run `dpllm budget settle` with it and this folder."
 )
 
 
 @dataclass(frozen=True)
 class PlannedSteps:
-    """How many steps a run may take."""
+    """The number of steps that a run may take."""
 
     of_run: int
-    """In all starts together: T, or the number that a resume allows."""
+    """For all starts together: T, or the number that a resume allows."""
     of_plan: int
     """T, the steps of a run without a resume."""
 
@@ -50,13 +50,13 @@ class SharedLedger:
     Guarantee: when `append_step` returns on any process, the step is on the disk of rank 0. When it cannot be written,
     every process raises the same error, and the step is not taken.
 
-    Made by `create` or `open`, which all processes call together.
+    Created by `create` or `open`, which all processes call together.
 
     Attributes:
-        has_run: whether a run of this process was made with this ledger. Where noise is correlated over steps, a second
+        has_run: whether a run in this process was made with this ledger. Where noise is correlated over steps, a second
             one is refused: its draws and noise would begin a new cycle that the ledger does not state.
-        unused_frozen: whether a run on this ledger has frozen the parameters that no loss reaches, so that the reach of
-            the losses needs no further check.
+        unused_frozen: whether a run on this ledger has frozen the parameters that no loss reaches, so the losses'
+            reach needs no further check.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class SharedLedger:
         public: Sequence[str] = (),
         budget_file: str | None = None,
     ) -> SharedLedger:
-        """Start the ledger of a new run, with the plan beside it, and charge the data set's budget if there is one.
+        """Start the ledger of a new run, with the plan next to it, and charge the data set's budget if there is one.
 
         The ledger of a run that failed before its first step is replaced (`dpllm.privacy.run_folder`).
 
@@ -142,9 +142,9 @@ class SharedLedger:
             public: earlier training on public data, as stated by this start; lines that the ledger lacks are added.
 
         Raises:
-            LedgerError: the ledger is missing, edited or a copy; it is of another plan, other rows or other public
-                weights; the plan beside it is missing or different; or it names another budget file.
-            BudgetError: the run needs budget that it gave back when it ended and other runs have spent; or the run
+            LedgerError: the ledger is missing, edited or a copy; it belongs to a different plan, different rows or
+                different public weights; the plan next to it is missing or different; or it names another budget file.
+            BudgetError: the run needs budget that it returned when it ended and that other runs have spent; or the run
                 continued in another copy of the folder.
         """
         points: list[str | None] = []
@@ -159,8 +159,8 @@ class SharedLedger:
             named = read_ledger(path).runs[0].get("budget")
             if (named or {}).get("file") != (None if budget_file is None else Path(budget_file).name):
                 raise LedgerError(
-                    f"{path} is charged to {named['file'] if named else 'no budget file'}, and privacy.budget_file is "
-                    f"{budget_file}: its steps would be counted twice, or not at all. Resume with the first file"
+                    f"{path} is charged to {named['file'] if named else 'no budget file'}, but privacy.budget_file is "
+                    f"{budget_file}, so its steps would be counted twice or not at all. Resume with the first file"
                 )
             ours = all(run["plan_hash"] == plan.hash for run in read_ledger(path).runs)
             if ours and PrivacyPlan.load(Path(path).parent / PLAN_FILE).hash != plan.hash:
@@ -255,7 +255,7 @@ class SharedLedger:
         return self._head
 
     def require_prefix(self, head: LedgerHead, owner: str) -> None:
-        """Do as `dpllm.privacy.ledger_reader.require_prefix`, with one result on all processes, called together."""
+        """Check as `dpllm.privacy.ledger_reader.require_prefix` does, with one result on all processes together."""
         self._processes.from_main(lambda: require_prefix(self.path, head, owner))
 
     def mark(self) -> LedgerHead:
@@ -272,19 +272,19 @@ class SharedLedger:
 
     @property
     def threshold(self) -> float | None:
-        """The threshold of the next step, where the clipping adapts; otherwise None. Only the run's steps move it."""
+        """The threshold of the next step, where the clipping adapts; otherwise None. Only the run's steps change it."""
         return self._threshold.value
 
     def hand_over_threshold(self) -> Threshold:
-        """Return the threshold, for the one run that moves it; called once, when the run is made.
+        """Return the threshold, for the one run that changes it; called once, when the run is made.
 
         Raises:
             LedgerError: another run has it.
         """
         if self._handed_over:
             raise LedgerError(
-                f"A run of this process moves the clip threshold in {self.path} already. A threshold that anything "
-                "else moves can hold private values. Use that run, or PrivateRun.resume"
+                f"A run in this process already moves the clip threshold in {self.path}. A threshold that anything "
+                "else moves can contain private values. Use that run, or PrivateRun.resume"
             )
         self._handed_over = True
         return self._threshold
@@ -294,7 +294,7 @@ class SharedLedger:
 
         Raises:
             LedgerError: the number is not the next one, or the run has ended.
-            OSError: it cannot be written; on every process.
+            OSError: the step cannot be written; on every process.
         """
 
         def charge() -> LedgerHead:
@@ -307,52 +307,52 @@ class SharedLedger:
         self._begins = False
 
     def append_disclosure(self, what: str, count: int = 1) -> None:
-        """Do as `Ledger.append_disclosure` on rank 0; other ranks write nothing."""
+        """Call `Ledger.append_disclosure` on rank 0; other ranks write nothing."""
         if self._ledger is not None:
             self._ledger.append_disclosure(what, count)
 
     def append_diagnostic(self, what: str, count: int = 1) -> None:
-        """Do as `Ledger.append_diagnostic` on rank 0; other ranks write nothing."""
+        """Call `Ledger.append_diagnostic` on rank 0; other ranks write nothing."""
         if self._ledger is not None:
             self._ledger.append_diagnostic(what, count)
 
     def append_fact(self, name: str, value: str | int | float) -> None:
-        """Do as `Ledger.append_fact` on rank 0; other ranks write nothing."""
+        """Call `Ledger.append_fact` on rank 0; other ranks write nothing."""
         if self._ledger is not None:
             self._ledger.append_fact(name, value)
 
     def append_score(self, score: Score, value: float) -> None:
-        """Do as `Ledger.append_score` on rank 0; other ranks write nothing."""
+        """Call `Ledger.append_score` on rank 0; other ranks write nothing."""
         if self._ledger is not None:
             self._ledger.append_score(score, value)
 
     def note_rate(self, rate: str) -> None:
-        """Do as `Ledger.note_rate` on rank 0; other ranks write nothing."""
+        """Call `Ledger.note_rate` on rank 0; other ranks write nothing."""
         if self._ledger is not None:
             self._ledger.note_rate(rate)
 
     def write_rate(self) -> None:
-        """Do as `Ledger.write_rate` on rank 0; other ranks write nothing."""
+        """Call `Ledger.write_rate` on rank 0; other ranks write nothing."""
         if self._ledger is not None:
             self._ledger.write_rate()
 
     def append_open_point(self, text: str) -> None:
-        """Do as `Ledger.append_open_point` on rank 0; other ranks write nothing."""
+        """Call `Ledger.append_open_point` on rank 0; other ranks write nothing."""
         if self._ledger is not None:
             self._ledger.append_open_point(text)
 
     def append_released(self, folder: str, files: Mapping[str, Mapping[str, Any]]) -> None:
-        """Do as `Ledger.append_released` on rank 0; other ranks write nothing."""
+        """Call `Ledger.append_released` on rank 0; other ranks write nothing."""
         if self._ledger is not None:
             self._ledger.append_released(folder, files)
 
     def append_pages(self, files: Mapping[str, str]) -> None:
-        """Do as `Ledger.append_pages` on rank 0; other ranks write nothing."""
+        """Call `Ledger.append_pages` on rank 0; other ranks write nothing."""
         if self._ledger is not None:
             self._ledger.append_pages(files)
 
     def append_end(self, reason: str, independent: bool = False) -> None:
-        """Do as `Ledger.append_end` on rank 0; other ranks write nothing. The budget is charged the stated ε.
+        """Call `Ledger.append_end` on rank 0; other ranks write nothing. The budget is charged the stated ε.
 
         A run with fewer steps than planned is never "completed". Its planned steps stay charged to the budget, unless
         its stop was declared independent or it took no step.
@@ -394,7 +394,7 @@ class SharedLedger:
 
 @contextlib.contextmanager
 def _given_back_on_failure(budget_file: str, entry: str) -> Iterator[None]:
-    """Settle an entry without steps when the run cannot begin: no run will settle it later."""
+    """Settle an entry without steps when the run cannot begin, since no run will settle it later."""
     try:
         yield
     except BaseException:

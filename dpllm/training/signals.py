@@ -1,7 +1,7 @@
-"""Handling of signals that end a run in order: after the current step, with a checkpoint, a ledger line and a report.
+"""Handle signals that end a run in order: after the current step, with a checkpoint, a ledger line and a report.
 
-Place in the flow: around `DPTrainer.train` and the programs that call it. Python runs a handler between two bytecodes
-of the main thread, so a handler only sets a flag here; the training loop reads it after each step.
+`DPTrainer.train` and the programs that call it use it. Python runs a handler between two bytecodes of the main thread,
+so a handler only sets a flag here; the training loop reads it after each step.
 
 Senders of signals (Linux):
 
@@ -59,7 +59,7 @@ class StopRequest:
         """The first signal that arrived."""
         self._since = 0.0
         self._terminals: list[int] = []
-        self._at_once = False  # whether a further Ctrl-C ends this process, which we then promise
+        self._at_once = False  # whether another Ctrl-C ends this process at once, which the message then promises
 
     @property
     def requested(self) -> bool:
@@ -68,7 +68,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Record signals while the block runs; only the main thread can handle signals, in others nothing is done.
+        """Record signals while the block runs. Only the main thread can handle signals; in others nothing is done.
 
         A signal that this process was started to ignore (``nohup``, a background job of a script) stays ignored,
         unless a launcher forwards it. SIGUSR1 is left to a program that handles it.
@@ -82,7 +82,7 @@ class StopRequest:
         handled = [number for number, handler in before.items() if self._is_ours(number, handler)]
         for number in handled:
             signal.signal(number, self._on_signal)
-        # Below a launcher, which may be gone when a signal arrives, the next Ctrl-C goes to the shell or to torchrun.
+        # Below a launcher, which may end before a signal arrives, the next Ctrl-C goes to the shell or to torchrun.
         self._at_once = signal.SIGINT in handled and not launched()
         try:
             yield
@@ -111,7 +111,7 @@ class StopRequest:
             raise KeyboardInterrupt
 
     def _leave_the_terminal(self) -> None:
-        """Redirect output from a closed terminal to nowhere: a write error would end the run unsaved."""
+        """Redirect output from a closed terminal to /dev/null: a write error would end the run unsaved."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for descriptor in self._terminals:
             os.dup2(nowhere, descriptor)
@@ -128,7 +128,7 @@ def _say(text: str) -> None:
 def exit_code(number: int) -> int:
     """Return the exit code of a program that ended in order on a signal: 128 + its number, as in shells.
 
-    After Ctrl-C under a launcher it is 0: the launcher would report any other code as a crash, with a traceback.
+    After Ctrl-C under a launcher it is 0, since the launcher would report any other code as a crash with a traceback.
     """
     return 0 if number == signal.SIGINT and launched() else 128 + number
 
@@ -144,7 +144,7 @@ def launched() -> bool:
 
 
 def forwarded_by_a_launcher() -> bool:
-    """Return whether this process is a worker in a session that its launcher made for it, as torchrun's are."""
+    """Return whether this process is a worker in a session that its launcher created for it, as torchrun's are."""
     return hasattr(os, "getsid") and launched() and os.getsid(0) == os.getpid()
 
 

@@ -33,17 +33,17 @@ from dpllm.training.out_of_memory import OutOfMemory, Passed, Portions, attempt,
 class Release:
     """The release of one step: what the engine adds to the sum of each parameter, and the noise.
 
-    Guarantee: the noise of an entry is drawn by one process, once for all microbatches, and added before the sum over
+    Guarantee: one process draws an entry's noise, once for all microbatches, and adds it before the sum over
     the processes or, where the mechanism needs that, to the complete sum. Only this class adds noise. The update's
-    guard receives the sums that are handed in, and the mechanism's statement about them.
+    guard receives the sums that are passed in, and the mechanism's statement about them.
 
     The engine asks for one parameter after another, since all sums at once would take as much memory as the model:
-    `add_` adds to the sum that the engine holds.
+    `add_` adds to the sum that the engine stores.
 
     Args:
         clipper: attached to the model.
         plan: the constants.
-        engine: reduces the sums and holds parts of them until `finish`.
+        engine: reduces the sums and stores parts of them until `finish`.
         noise: noise stream of this process, since its start or resume.
         step: number of the step, counted from that start or resume.
     """
@@ -55,20 +55,20 @@ class Release:
         self._to_totals = plan.mechanism.noise.wants_total
         self._scale = 1 / plan.expected_batch_size  # public, never the realised size
         self._num_entries = 0
-        self._is_first = True  # no microbatch was collected
-        self._last = self._continues = False  # of the microbatch whose sums are added
+        self._is_first = True  # no microbatch was collected yet
+        self._last = self._continues = False  # describe the microbatch whose sums are added
         engine.begin()
         noise.begin(step)
 
     def add_(self, parameter: nn.Parameter, total: Sum) -> None:
-        """Add this process's share of one parameter: with the last microbatch the noise, and then the clipped sum.
+        """Add this process's share of one parameter: the noise (with the last microbatch only), then the clipped sum.
 
-        The clipped sum is the last addend, so that the kernel that forms it can make the gradient, too.
+        The clipped sum is the last addend, so that the kernel that computes it can also write the gradient.
         """
         with self._engine.guard.handing_in(total):
             if self._last:
                 self._add_noise_(parameter, total)
-            if not self._continues:  # the clipper holds the rows of a unit that continues
+            if not self._continues:  # the clipper stores the rows of a unit that continues
                 self._clipper.add_clipped_sum_(parameter, total)
 
     def _add_noise_(self, parameter: nn.Parameter, total: Sum) -> None:
@@ -77,7 +77,7 @@ class Release:
             return
         name, stddev = self._names[id(parameter)], self._plan.noise_stddev
         rank, size = self._engine.processes.rank, self._engine.processes.size
-        if total.is_empty and type(self._noise) is IndependentStream:  # a class made from it may add something else
+        if total.is_empty and type(self._noise) is IndependentStream:  # a subclass may add something else
             self._noise.write_share_(name, total.total, stddev, rank, size)
             total.is_empty = False
         else:
@@ -91,9 +91,9 @@ class Release:
     def finish_early(self, microbatch: Microbatch, last: bool) -> Finish | None:
         """Return the function that finishes gradients within the backward pass of a step's only microbatch.
 
-        Guarantee: a gradient is made of the same clipped sum, noise and scale as by `collect`, in the same order. Its
-        noise is drawn by one of the two. The noise of a pass that fails is dropped with its sums (`drop`), and that of
-        the next attempt does not depend on it: so the noise has to be independent, not correlated over the steps.
+        Guarantee: a gradient is made from the same clipped sum, noise and scale as by `collect`, in the same order. One
+        of the two draws its noise. The noise of a failed pass is dropped with its sums (`drop`), and the noise of the
+        next attempt does not depend on it, so the noise must be independent, not correlated over the steps.
 
         Args:
             microbatch: the microbatch whose pass comes next.
@@ -127,7 +127,7 @@ class Release:
         self._engine.collect(self._clipper.parameters, self.add_, last=last, scale=self._scale, to_total=to_total)
 
     def finish(self, num_units: int) -> None:
-        """Give the guard the properties of a private update, and let the engine make the update.
+        """Pass the properties of a private update to the guard, and let the engine update.
 
         Args:
             num_units: number of units in the step, over all processes.
@@ -139,7 +139,7 @@ class Release:
 
 
 Progress = Callable[[float], None]
-"""Called with the share of a step that is done, from 0 to 1."""
+"""Called with the completed share of a step, from 0 to 1."""
 
 
 def unseen(done: float) -> None:
@@ -154,12 +154,12 @@ class StepDiagnostics:
     Attributes:
         mean_loss: mean of the rows' losses; NaN for an empty step.
         num_units: number of units in the step.
-        num_nonfinite: number of units whose gradient was not finite; where it was not, they contributed zero.
+        num_nonfinite: number of units with a non-finite gradient; its non-finite parts contributed zero.
         num_clipped: number of units whose gradient norm over all parameters exceeded the clip norm, or the threshold
             of the step where the clipping adapts. A clipping that is not flat may scale down other units too.
         num_divided: how often memory ran out and a microbatch was run again in halves.
-        max_tokens: the most tokens of a microbatch, padding included, in the rest of the step; None if memory
-            sufficed.
+        max_tokens: the largest number of tokens of a microbatch, padding included, in the rest of the step; None if
+            memory sufficed.
     """
 
     mean_loss: float
@@ -191,20 +191,20 @@ def private_step(
     processes run in lockstep; each unit still enters the sum once.
 
     Args:
-        clipper: attached to the model, with the plan's clipping. If it adapts, it has the next step's threshold
+        clipper: attached to the model, with the plan's clipping. If it adapts, it holds the next step's threshold
             afterwards.
         batch: the microbatches of this process; the same number on every process.
-        loss_of: a microbatch's inputs, on the device of the trained parameters, to one loss per row (B,).
+        loss_of: computes one loss per row (B,) from a microbatch's inputs on the device of the trained parameters.
         plan: the constants.
-        engine: `dpllm.engines.engine_for` the prepared model. It leaves the private gradient in ``.grad`` for
-            ``optimizer.step()``, or, DeepSpeed, has updated the parameters.
+        engine: `dpllm.engines.engine_for` the prepared model. It writes the private gradient to ``.grad`` for
+            ``optimizer.step()``; DeepSpeed instead updates the parameters itself.
         ledger: the ledger to charge.
         noise: source of this process's share of the noise; created again at each start and resume.
         first: number of steps charged before that start or resume.
         before_update: called when the private gradient is complete, before an engine updates the parameters. If it
             raises on one process, all processes raise its error.
-        progress: called after each microbatch with the share of this process's work that is done. It follows the drawn
-            units, so it may only go to a screen.
+        progress: called after each microbatch with the completed share of this process's work. The share depends on
+            the drawn units, so it may only be shown on a screen.
         ahead: whether a thread may fetch the next microbatch while one runs: only if the data set and the collator
             share nothing with the model and the loss, and draw no random numbers.
 
@@ -213,8 +213,8 @@ def private_step(
             up; or a step on this engine failed half-way, so its sums would be released under this step's noise.
         UpdateError: in the first step, if the optimizer receives something other than the private sum.
         DisagreementError: the trainable weights of two replicas differ; no part of the step reaches the optimizer.
-        OtherProcessError: model, loss or collator failed on another process, or it has ended. Where this process waits
-            for it in a library's collective, it is ended (`dpllm.engines.board`).
+        OtherProcessError: model, loss or collator failed on another process, or that process has ended. If this
+            process waits for it in a library's collective, this process is ended (`dpllm.engines.board`).
         MicrobatchTooLargeError: memory ran out on a microbatch that cannot be divided.
     """
     _check(clipper, plan, ledger, engine)
@@ -223,15 +223,15 @@ def private_step(
     ledger.append_step(number, plan.event)
     release = Release(clipper, plan, engine, noise, number - first)
     processes = engine.processes
-    replicas = Replicas(clipper.parameters, processes)  # the present weights; compared before any use
+    replicas = Replicas(clipper.parameters, processes)  # the current weights; compared before any use
     tally, statistic = _Tally(clipper.threshold, progress), StepStatistic(clipper, plan, noise)
     # Nothing is fetched while rows are compared, nor ahead in a seeded run: model and collator draw numbers from the
-    # same generators, and a seed gives one order of them.
+    # same generators, and the seed fixes their order.
     ahead = ahead and not plan.seeded
     portions = Portions(batch, device_of(clipper), divisible=not engine.lockstep, ahead=ahead)
 
     what = f"step {number + 1}"
-    told = contextlib.nullcontext() if engine.lockstep else processes.all_or_none(what)  # by a collective at its end
+    told = contextlib.nullcontext() if engine.lockstep else processes.all_or_none(what)  # one collective at its end
     with processes.during(what, patient=False), told, portions:
         for microbatch, last in portions:
             processes.mark()
@@ -272,7 +272,7 @@ def private_step(
 
 
 def call_in_lockstep(clipper: UnitClipper, engine: Engine) -> None:
-    """Have the clipper's own passes of the model run on all processes or on none, where passes communicate."""
+    """Run the clipper's own passes of the model on all processes or on none, where passes communicate."""
     clipper.any_of = engine.processes.any_of if engine.lockstep and engine.processes.size > 1 else None
 
 
@@ -284,8 +284,8 @@ def refuse_unfinished(engine: Engine) -> None:
     """
     if engine.unfinished:
         raise ValueError(
-            "A private step on this engine failed half-way, and parts of its sum are still held: they would be "
-            "released under the noise of another step. Start again from a checkpoint."
+            "A private step on this engine failed half-way, and parts of its sum are still stored: they would be "
+            "released under another step's noise. Start again from a checkpoint."
         )
 
 
@@ -308,7 +308,7 @@ def _check(clipper: UnitClipper, plan: PrivacyPlan, ledger: Charges, engine: Eng
     refuse_leftovers(clipper, engine)
     if not plan.mechanism.allows(clipper.clipping):
         raise ValueError(
-            f"The clipper bounds each unit by {clipper.clipping}, the plan accounts for {plan.mechanism.clipping}. "
+            f"The clipper bounds each unit by {clipper.clipping}, but the plan accounts for {plan.mechanism.clipping}. "
             "Build the clipper with plan.mechanism.clipping."
         )
     planned = ledger.steps_planned or plan.num_steps
@@ -320,7 +320,7 @@ def _check(clipper: UnitClipper, plan: PrivacyPlan, ledger: Charges, engine: Eng
 
 
 def _has_to_check_rows(clipper: UnitClipper, microbatch: Microbatch, engine: Engine) -> bool:
-    """Return whether to measure that rows are independent: once; at the same time on processes in lockstep."""
+    """Return whether to check that rows are independent: once, and at the same time on processes in lockstep."""
     if clipper.rows_checked:
         return False
     several = int((microbatch.unit_index >= 0).sum()) > 1
@@ -328,7 +328,7 @@ def _has_to_check_rows(clipper: UnitClipper, microbatch: Microbatch, engine: Eng
 
 
 class _Tally:
-    """The counts of a step, read from the device once."""
+    """Counts of a step, read from the device once."""
 
     def __init__(self, clip_norm: float, progress: Progress) -> None:
         self._clip_norm, self._progress, self._done = clip_norm, progress, 0.0

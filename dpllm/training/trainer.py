@@ -1,7 +1,7 @@
 """DPTrainer: the Hugging Face ``Trainer`` with private steps.
 
 One *logical* batch is one ``Trainer`` step: the loader yields the units drawn for it, `DPTrainer.training_step` cuts
-them into microbatches and leaves one private gradient, and the Trainer's own loop does the rest. Schedules, logging,
+them into microbatches and computes one private gradient, and the Trainer's own loop does the rest. Schedules, logging,
 callbacks, checkpoints and ``max_steps`` therefore count private steps.
 """
 
@@ -96,7 +96,7 @@ from dpllm.training.workload import UpdateRule
 
 
 class FirstCallback(TrainerCallback):
-    """Callback before those of the user: it samples the prepared weights, so that `attach` sees what they write."""
+    """Callback before the user's: it samples the prepared weights, so that `attach` notices changes by callbacks."""
 
     def __init__(self, trainer: DPTrainer) -> None:
         """Store the trainer."""
@@ -110,7 +110,7 @@ class FirstCallback(TrainerCallback):
 
 
 class LastCallback(TrainerCallback):
-    """Callback after those of the user: it attaches the model before an epoch's first draw, and ends the run.
+    """Callback after the user's: it attaches the model before an epoch's first draw, and ends the run.
 
     An engine or a part of the model that cannot be trained privately is refused here, before any charge.
     """
@@ -131,9 +131,9 @@ class LastCallback(TrainerCallback):
 
 
 class WhenAttached(TrainerCallback):
-    """Callback that calls a function once, when the run is open and attached, so its start can no longer be refused.
+    """Callback that calls a function once, when the run is open and attached and its start can no longer be refused.
 
-    Add it to an existing trainer, so that it comes after `LastCallback`.
+    Add it to an existing trainer, so that it runs after `LastCallback`.
     """
 
     def __init__(self, action: Callable[[], None]) -> None:
@@ -168,17 +168,17 @@ class LogicalBatches:
         return max(1, round(1 / self._run.plan.sampling_rate))
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        """Draw one pass; the draws of all passes are independent. It ends when all steps are charged."""
+        """Draw one pass; the draws of all passes are independent. The pass ends when all steps are charged."""
         if self._run.ledger.num_steps >= self._run.steps_planned:
             return
-        self._attach()  # `LastCallback` has, unless somebody removed it
+        self._attach()  # has no effect unless somebody removed `LastCallback`
         for unit_ids in self._run.draws(len(self)):
             yield {"unit_ids": torch.from_numpy(unit_ids)}
 
 
 _CONTROLS = ("training_stop", "epoch_stop", "save", "evaluate", "log")  # decisions of a TrainerControl
 _SEARCH = (
-    "Hyper-parameter search trains many models on the private data, and each of them costs privacy. Search on public "
+    "Hyperparameter search trains many models on the private data, and each of them costs privacy. Search on public "
     "data, or account for every run, as `dpllm tune` does."
 )
 
@@ -192,7 +192,7 @@ class DPTrainer(TrainerOutputs):
 
     Args:
         model: any transformers model, PEFT-wrapped or not; its folder or its name on the Hub, which is loaded for the
-            task that it was saved for; or a dictionary with the keys of a recipe's section ``model``, such as
+            task for which it was saved; or a dictionary with the keys of a recipe's section ``model``, such as
             ``{"name": ..., "task": "sequence_classification", "quantization": "nf4", "adapter": {...}}``.
         args: each option works, is ignored for a reason, or is refused before data are read
             (docs/training_arguments.md). ``per_device_train_batch_size`` is the microbatch, ``max_steps`` the number of
@@ -201,13 +201,13 @@ class DPTrainer(TrainerOutputs):
             ``low_passed``, is AdamW without the known noise in its second moment (`dpllm.training.corrected_adamw`).
         privacy: the privacy guarantee, or a dictionary with the keys of a recipe's section ``privacy``.
         train_dataset: rows that can be read by number, with ``input_ids`` and ``labels`` (without labels, a causal
-            language model learns all its input); or with raw columns, of which the tokenizer makes rows
+            language model learns all its input); or rows with raw columns, which the tokenizer turns into rows
             (`dpllm.data.raw_rows`): ``text``; ``prompt`` and ``completion``; ``messages``; ``text`` and ``label``. A
-            stream is refused: steps draw from all N units.
+            stream is refused, since steps draw from all N units.
         eval_dataset: rows for evaluation; its results are not covered by the guarantee.
-        processing_class: the tokenizer, for raw columns, for padding and for saving. None: for a model that is given by
-            its name, the one beside its weights.
-        data_collator: rows to inputs, one row each; the default pads to the longest row. A collator of transformers
+        processing_class: the tokenizer, for raw columns, for padding and for saving. None: for a model given by name,
+            the tokenizer stored with its weights.
+        data_collator: makes inputs from rows; the default pads to the longest row. A collator of transformers
             receives the columns that the model takes (``remove_unused_columns``), any other collator all columns.
         compute_loss_func: ``(outputs, labels) -> (B,)`` losses, each computed only from its own row; the default fits
             the model's task.
@@ -215,30 +215,31 @@ class DPTrainer(TrainerOutputs):
         optimizers: as for ``Trainer``.
         public: earlier training on public data, one line each, for the report.
         max_tokens_per_microbatch: tokens of a microbatch, padding included. It replaces the number of rows,
-            ``per_device_train_batch_size``, so that a microbatch of short rows has many. "auto": the largest number
+            ``per_device_train_batch_size``, so a microbatch of short rows has many. "auto": the largest number
             that fits on the GPU, found before the first step (`dpllm.training.microbatch_size`); refused if the model
             is sharded.
         pack_rows: concatenate the rows of a microbatch without padding, for causal language models. The attention
             processes each row separately (`dpllm.models.packing`) during `train`; evaluation pads as before.
         norm_method: as for `dpllm.training.attached.RunOptions`.
         head: how a causal language model's losses are computed (`dpllm.training.head_losses.HeadLosses`): "auto",
-            "whole" (from all logits) or "chunks". It changes them only by rounding.
-        eval_is_public: declares that ``eval_dataset`` is public: schedules may follow it, and it is not a disclosure.
+            "whole" (from all logits) or "chunks". The choice changes them only by rounding.
+        eval_is_public: declares that ``eval_dataset`` is public, so schedules may follow it and it is not a disclosure.
         start_is_independent: as for `dpllm.training.attached.RunOptions`.
         noise_memory: "stored", "regenerated" or "auto", as for `dpllm.PrivateRun`.
-        average: the average of the weights that is released in place of those after the last step, as a word or a
+        average: the average of the weights to release instead of the weights after the last step, as a word or a
             mapping: "ema" or ``{"kind": "ema", "decay": 0.95}``, "tail" or ``{"kind": "tail", "share": 0.2}``
             (`dpllm.mechanism.averages`). After `train` the model holds it. ε does not depend on it.
-        merge_adapter: whether a save after `train` also writes the model with its LoRA adapter added to its weights,
-            in the folder "merged" with its own copy of the guarantee; not quantised, also if the base is.
-        model_init: a function without arguments that returns the model, in place of ``model``. It is called once,
+        merge_adapter: whether a save after `train` also writes the model with its LoRA adapter merged into its weights,
+            to the folder "merged" with its own copy of the guarantee. The merged model is not quantised, even if the
+            base is.
+        model_init: a function without arguments that returns the model, instead of ``model``. It is called once,
             before the plan is made, and may not read the data.
         peft_config: describes a new adapter for the model.
         compute_metrics: as for ``Trainer``; results on private rows are not covered, and the report counts them.
         preprocess_logits_for_metrics: as for ``Trainer``.
         data: how raw columns become rows: keys of a recipe's section ``data``, such as ``{"columns": {"text": "note"},
             "max_length": 512, "class_names": ["no", "yes"]}``. By default a row has as many tokens as tokenizer and
-            model allow, at most 1,024. Names of classes are public facts and are never collected from the labels; they
+            model allow, at most 1,024. Class names are public facts and are never collected from the labels; they
             are written into the model's configuration.
 
     Raises:
@@ -246,13 +247,13 @@ class DPTrainer(TrainerOutputs):
     """
 
     rehearsal: str | None = None
-    """What was rehearsed before the first step of the present or the last run, in words."""
+    """What was rehearsed before the first step of the current or the last run, in words."""
     interrupted_by: int | None = None
     """The signal that ended the last `train` early. None: no signal did."""
     argument_table: ClassVar[Mapping[str, Argument]] = ARGUMENTS
-    """The options of ``args`` that this trainer knows; one for a subclass of ``TrainingArguments`` adds its own."""
+    """The options of ``args`` that this trainer supports; one for a subclass of ``TrainingArguments`` adds its own."""
     _maker: RowMaker | None = None
-    _made: Sequence[tuple[Any, Any]] = ()  # the data sets of the constructor with the rows that were made of them
+    _made: Sequence[tuple[Any, Any]] = ()  # the constructor's data sets with the rows made from them
     _checkpoint: Path | None = None  # from which the run continues
     _nonfinite: NonfiniteSteps  # of the run
     _seals_start = False  # whether the weights before the first step are saved, since the run may be restarted
@@ -377,7 +378,7 @@ class DPTrainer(TrainerOutputs):
             optimizer_cls_and_kwargs=optimizer_for(arguments, self._prepared.plan),
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
-        if self.pop_callback(ProgressCallback) is not None:  # a notebook has another one
+        if self.pop_callback(ProgressCallback) is not None:  # a notebook has a different one
             self.add_callback(StepProgress(expected_batch(self._prepared), lambda: self.epsilon))
 
     def _row_losses(self, model: nn.Module, compute_loss_func: RowLoss | None, pack_rows: bool) -> RowLosses:
@@ -395,18 +396,18 @@ class DPTrainer(TrainerOutputs):
     def train(
         self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
     ) -> TrainOutput:
-        """Train for the plan's steps and write the privacy report beside the model.
+        """Train for the plan's steps and write the privacy report next to the model.
 
         Args:
             resume_from_checkpoint: a checkpoint of this output folder, True for its latest complete one, or "auto" to
                 start if there is nothing to resume (`dpllm.training.resume`). Any number of processes may
                 continue it. The ledger is continued: steps lost in a crash stay charged, and batches and noise are
                 drawn from fresh entropy.
-            trial: refused; hyper-parameter search on the private data costs privacy.
+            trial: refused; hyperparameter search on the private data costs privacy.
             ignore_keys_for_eval: as for ``Trainer``.
 
         Raises:
-            ValueError: the folder holds another run, its ledger is of another plan, or no checkpoint is complete.
+            ValueError: the folder holds another run, its ledger belongs to another plan, or no checkpoint is complete.
             RunCompletedError: "auto", and the run in the folder has ended as planned.
         """
         if trial is not None:
@@ -414,7 +415,7 @@ class DPTrainer(TrainerOutputs):
         refuse_changed_rows(self._prepared, self.train_dataset)
         if self.model_init is not None:
             raise ConfigError(
-                "model_init was set on the DPTrainer, and the model that it makes was not checked: pass it to the "
+                "model_init was set on the DPTrainer, so the model that it makes was not checked: pass it to the "
                 "constructor, which calls it once"
             )
         self._make_later_rows()
@@ -422,9 +423,9 @@ class DPTrainer(TrainerOutputs):
         refuse_changed(self.args, self.argument_table)
         if self.args.max_steps != (steps := self.plan.num_steps if self._run is None else self._run.steps_planned):
             raise ConfigError(
-                f"train.max_steps is {self.args.max_steps}, and the run was planned with {steps} steps when DPTrainer "
-                "was made: noise and ε depend on their number. Set max_steps or num_train_epochs in the arguments that "
-                "DPTrainer gets"
+                f"train.max_steps is {self.args.max_steps}, but the run was planned with {steps} steps when DPTrainer "
+                "was made, and noise and ε depend on their number. Set max_steps or num_train_epochs in the arguments "
+                "of DPTrainer"
             )
         refuse_steering(self.args, self.callback_handler.callbacks, self.lr_scheduler, self.eval_is_public)
         folder = Path(str(self.args.output_dir))
@@ -457,23 +458,23 @@ class DPTrainer(TrainerOutputs):
                 require_finite(self._module, self.processes, "Training ended with")
                 run.check_before_saving()
                 if self.averaging is not None:
-                    self.attach()  # a resume without a step left has not
+                    self.attach()  # a resume without remaining steps has not attached it
                     self.averaging.release()
                 run.end_weights()
                 reason = self._reason_of_end(run)
                 return result
             finally:
-                self.is_in_train = False  # the Trainer leaves it after an error
+                self.is_in_train = False  # after an error the Trainer does not reset it
                 run.detach()
                 if self._head_losses is not None:
                     self._head_losses.clipper = None
-                if reason in ("failed", "interrupted"):  # what is saved of it are its checkpoints
+                if reason in ("failed", "interrupted"):  # such a run saves only checkpoints
                     self._end(run, folder, reason)
                 else:
                     self._until_there_is_room(lambda: self._end(run, folder, reason), folder)
 
     def _open_run(self, folder: Path, continues: bool, checkpoint: Path | None) -> PrivateRun:
-        """Open the ledger, charge the budget and make the run of a ``train()``; on all processes together."""
+        """Open the ledger, charge the budget and make the run for a ``train()``; on all processes together."""
         prepared = self._prepared
         ledger = open_ledger(prepared, folder, continues, self.public, self.optimizer)
         with ledger.ended_on_failure():
@@ -490,9 +491,9 @@ class DPTrainer(TrainerOutputs):
         return run
 
     def _note_lost_steps(self, ledger: SharedLedger, checkpoint: Path | None) -> None:
-        """Note in the ledger, and say, how many charged steps the weights of a resume do not hold."""
+        """Record in the ledger, and log, how many charged steps the resumed weights do not contain."""
         if checkpoint is None:
-            self.processes.from_main(lambda: discard_start(ledger.path.parent))  # of a run that took no step
+            self.processes.from_main(lambda: discard_start(ledger.path.parent))  # left by a run that took no step
             return
         contents = self.processes.from_main(lambda: read_ledger(ledger.path))
         lost = contents.num_steps - (self.processes.from_main(lambda: steps_of_weights(checkpoint)) or 0)
@@ -511,7 +512,7 @@ class DPTrainer(TrainerOutputs):
         raise ConfigError(_SEARCH)
 
     def _rehearse_way_out(self, folder: Path, continues: bool) -> None:
-        """Find out before any charge whether the model can be saved, loaded and used; on all processes together."""
+        """Check before any charge whether the model can be saved, loaded and used; on all processes together."""
         complete_generation_config(self._module)
 
         def on_main() -> str:
@@ -538,7 +539,7 @@ class DPTrainer(TrainerOutputs):
             )
 
     def _log_advice(self) -> None:
-        """Log the settings that were measured worse. A caller's own optimizer or schedule is unknown."""
+        """Warn about settings that performed worse in measurements. A caller's own optimizer or schedule is unknown."""
         if self.processes.is_main and self.optimizer is None and self.lr_scheduler is None:
             prepared = self._prepared
             for line in advice(prepared.plan, UpdateRule.of(self.args, prepared.plan.num_steps, prepared.average)):
@@ -556,28 +557,28 @@ class DPTrainer(TrainerOutputs):
             if len(set(by_rank)) > 1:
                 shown = told_by_rank([bool(flag) for flag in by_rank])
                 raise DisagreementError(
-                    f"A callback set control.should_{name} on some processes only ({shown}), and they would wait for "
+                    f"A callback set control.should_{name} on some processes only ({shown}), so they would wait for "
                     "each other. Decide on one process, and send the decision to the others"
                 )
-        stops = self._stops_on_signal = any(requests)  # all after the same step, or none
+        stops = self._stops_on_signal = any(requests)  # all processes stop after the same step, or none does
         if stops or self._run_of_now().is_complete:
             control.should_training_stop = True
             control.should_save = control.should_save or stops
-            control.should_evaluate = control.should_evaluate and not stops  # a launcher waits only for seconds
+            control.should_evaluate = control.should_evaluate and not stops  # a launcher waits only a few seconds
 
     def _reason_of_end(self, run: PrivateRun) -> str:
-        """Return the reason for the ledger why a run ended without an error; on all processes together."""
+        """Return the reason for which a run ended without an error, for the ledger; on all processes together."""
         if self._stops_on_signal and not run.is_complete:
             numbers = self.processes.gather(self._stop_request.number)
             self.interrupted_by = next(number for number in numbers if number is not None)
             return "interrupted"
         wanted = self.plan.num_steps_wanted or self.plan.num_steps
         if run.steps_planned == wanted or not run.is_complete:
-            return COMPLETED  # the ledger says "stopped early" where steps are missing
+            return COMPLETED  # the ledger writes "stopped early" where steps are missing
         return f"{STOPPED_AT_BUDGET}, after {run.steps_planned} of {wanted} steps"
 
     def _end(self, run: PrivateRun, folder: Path, reason: str) -> None:
-        """Note the end and write the report; after a failure, an error here must not hide the first error."""
+        """Write the end to the ledger, and write the report; after a failure, an error here must not hide the first."""
         try:
             run.ledger.append_end(reason, independent=self.privacy.stop == "independent")
             if run.is_main:
@@ -600,19 +601,19 @@ class DPTrainer(TrainerOutputs):
         self._sample = WeightSample(self._module)
 
     def _refuse_changed_start(self, when: str) -> None:
-        """Refuse weights that were written after the last sample, or note the declaration; on all processes."""
+        """Refuse weights that changed after the last sample, or note the declaration; on all processes."""
         everywhere = self.processes.gather(self._sample.changed(self._module))
         changed = sorted({name for names in everywhere for name in names})
         self._start_points += refuse_changed_start(changed, when, self._options.start_is_independent)
 
     def num_examples(self, dataloader: Any) -> int:
-        """Return the public number of units, or of rows that are drawn singly, which ``Trainer`` logs."""
+        """Return the public number of units, or of rows that are drawn separately, which ``Trainer`` logs."""
         if isinstance(dataloader, LogicalBatches):
             return self.plan.num_examples or self.plan.num_units
         return super().num_examples(dataloader)
 
     def attach(self) -> None:
-        """Hook the model after the Trainer has distributed it, and before the first draw is charged; later once only.
+        """Hook the model after the Trainer has distributed it and before the first draw is charged; only once.
 
         The time of the steps is counted from here, after the callbacks at the start of the training.
         """
@@ -627,7 +628,7 @@ class DPTrainer(TrainerOutputs):
             require_whole_saves(self.model_wrapped)
         require_asked(self._prepared.arguments, self.optimizer)
         loss_of = self._losses.after(self._prepare_inputs)
-        # A scheduler that follows public evaluations has no rates that are known before the training.
+        # A scheduler that follows public evaluations has no rates that could be computed before the training.
         schedule = None if takes_metrics(self.lr_scheduler) else self.lr_scheduler
         run.attach_with(self._options, self.model_wrapped, self.optimizer, averaging, loss_of, schedule)
         if averaging is not None and checkpoint and not is_start(checkpoint):
@@ -686,12 +687,12 @@ class DPTrainer(TrainerOutputs):
     # ------------------------------------------------------------------ raw columns
 
     def row_maker(self, model: Any, tokenizer: Any, keys: Mapping[str, Any]) -> RowMaker | None:
-        """Return the object that makes rows of raw columns; None in a trainer that makes its rows itself.
+        """Return the object that makes rows from raw columns; None in a trainer that makes its rows itself.
 
         Args:
-            model: to train.
-            tokenizer: or None.
-            keys: of a recipe's section ``data``.
+            model: model to train.
+            tokenizer: tokenizer of the model, or None.
+            keys: keys of a recipe's section ``data``.
         """
         return RowMaker(
             tokenizer=tokenizer,
@@ -704,17 +705,17 @@ class DPTrainer(TrainerOutputs):
         )
 
     def _make_rows(self, train: Any, evaluation: Any, privacy: PrivacyConfig, collator: Any) -> tuple[Any, Any]:
-        """Return the rows of the private data and those for evaluation, on all processes together.
+        """Return the rows of the private data and the rows for evaluation; on all processes together.
 
         Raises:
-            ConfigError: raw columns cannot be used with a collator of the caller's own.
-            DataError: raw records depend on others that were read before them, or on random numbers.
+            ConfigError: raw columns cannot be used with the caller's own collator.
+            DataError: raw records depend on records that were read before them, or on random numbers.
         """
         keep = [privacy.unit] if privacy.protects == "user" and privacy.unit else []
         rows = self._rows_of_raw(train, "train_dataset", keep)
         if collator is not None and is_raw(train, rows):
             raise ConfigError(
-                "train_dataset has raw columns, which are tokenised and padded here, and a data_collator is given as "
+                "train_dataset has raw columns, which DPTrainer tokenises and pads, but a data_collator is given as "
                 "well: leave data_collator out, or tokenise the rows before"
             )
         if is_raw(train, rows) and not is_stored(train):
@@ -730,12 +731,12 @@ class DPTrainer(TrainerOutputs):
         return rows, held_out
 
     def _end_with_turns(self, model: Any, tokenizer: Any, rows: Any) -> list[int]:
-        """Have a model that is trained on conversations end its texts where a turn ends.
+        """Make a model that is trained on conversations end its texts where a turn ends.
 
-        The template is described in the log, where it does what people do not expect.
+        Surprising behaviour of the template is logged.
 
         Returns:
-            The tokens that end a text; none if the rows were made of something else.
+            The tokens that end a text; none if the rows were not made from conversations.
         """
         made = chats_in(rows)
         if made is None or not isinstance(tokenizer, PreTrainedTokenizerBase):
@@ -752,7 +753,7 @@ class DPTrainer(TrainerOutputs):
                 self._maker.note_public_rows(rows, train, raw, keep)
 
     def _rows_of_raw(self, dataset: Any, words: str, keep: Sequence[str] = ()) -> Any:
-        """Return rows; those that need no change, names of data sets and None are returned as they are."""
+        """Return rows; those that need no change, names of data sets and None are returned unchanged."""
         if dataset is None or isinstance(dataset, str) or self._maker is None:
             return dataset
         for raw, rows in self._made:
@@ -761,13 +762,13 @@ class DPTrainer(TrainerOutputs):
         if isinstance(dataset, Mapping) and words != "train_dataset":
             return {key: self._rows_of_raw(one, f"{words}[{key!r}]") for key, one in dataset.items()}
         if words != "train_dataset" and not _has_columns(dataset):
-            return dataset  # a stream, or rows of another kind, as `Trainer` evaluates them
+            return dataset  # a stream, or other rows, which `Trainer` evaluates as they are
         refuse_unreadable(dataset, words)
         maker = self._maker
         return Processes().together(lambda: maker.rows(dataset, words, keep))
 
     def _make_later_rows(self) -> None:
-        """Make rows of evaluation data that were set after the constructor."""
+        """Make rows from evaluation data that were set after the constructor."""
         self.eval_dataset = self._rows_of_raw(self.eval_dataset, "eval_dataset")
 
     def evaluate(
@@ -784,12 +785,12 @@ class DPTrainer(TrainerOutputs):
 
 
 def _is_made_of(raw: Any, rows: Any) -> bool:
-    """Whether rows were made of the raw columns of one data set."""
+    """Return whether rows were made from the raw columns of a data set."""
     return raw is not None and not isinstance(raw, str | Mapping) and _has_columns(raw) and is_raw(raw, rows)
 
 
 def _has_columns(dataset: Any) -> bool:
-    """Whether rows can be read by number and are dictionaries, or texts, which are refused."""
+    """Return whether rows can be read by number and are dictionaries (or texts, which are refused)."""
     if hasattr(dataset, "column_names"):
         return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):

@@ -1,13 +1,12 @@
 """All outputs of a private run that the Trainer makes: logged figures, saves and checkpoints, the card, the Hub.
 
-Place in the flow: between transformers' ``Trainer`` and `dpllm.DPTrainer`, which trains. Each of the Trainer's own
-outputs is overridden here. A figure that ε does not cover is counted in the ledger and kept out of checkpoints
-(`dpllm.training.training_log`), a model is saved with its guarantee, the card keeps it, and an upload takes files from
-an allow-list (`dpllm.report.publishing`).
+Each of the Trainer's own outputs is overridden here; `dpllm.DPTrainer` trains. A figure that ε does not cover is
+counted in the ledger and kept out of checkpoints (`dpllm.training.training_log`), a model is saved with its guarantee,
+the card states it, and an upload takes files from an allow-list (`dpllm.report.publishing`).
 
-With an average of the weights (`dpllm.training.averaging`) the model holds the weights of the last step during the
-training, and the average is shown only for an evaluation. Afterwards it holds the average, so that whatever is
-evaluated or saved is what is released. A checkpoint holds the weights of its step and the average beside them.
+With an average of the weights (`dpllm.training.averaging`), the model holds the weights of the last step during the
+training, and the average only for an evaluation. Afterwards it holds the average, so that whatever is
+evaluated or saved is what is released. A checkpoint holds the weights of its step, and next to them the average.
 """
 
 from __future__ import annotations
@@ -91,14 +90,14 @@ from dpllm.training.training_log import LogKeeper, covered_state, refuse_random_
 logger = logging.get_logger(__name__)
 
 LOST_NOTES = (
-    "An earlier report in this folder could not be read, so this one lacks the notes in it (an audit, other uses of "
-    "the data). Note them again with `dpllm report`, or confirm that there were none."
+    "An earlier report in this folder could not be read, so this one lacks its notes (an audit, other uses of "
+    "the data). Add them again with `dpllm report`, or confirm that there were none."
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class StartingModel:
-    """The model as it was given to the Trainer, which a card names.
+    """The model as it was passed to the Trainer, which a card names.
 
     Attributes:
         name: name under which it was loaded. None: it was not loaded.
@@ -151,7 +150,8 @@ class TrainerOutputs(ContinuedTrainer):
 
     Attributes:
         notes: facts about the release that only people know; set them before ``save_model()``.
-        sources: what the run was given beside its rows; a program that read the records adds to it before ``train()``.
+        sources: sources of the run in addition to its rows; a program that read the records adds to it before
+            ``train()``.
         declared_points: open points of the report that follow from declarations outside of the Trainer; set them before
             ``train()``.
         eval_is_public: whether evaluation rows are declared public.
@@ -167,7 +167,7 @@ class TrainerOutputs(ContinuedTrainer):
     _log_keeper: LogKeeper
     _merges: bool
     _ends: Sequence[int] = ()  # tokens that end a text, if the rows are conversations
-    _run: PrivateRun | None = None  # of the present or the last ``train()``
+    _run: PrivateRun | None = None  # of the current or the last ``train()``
     _averaging: Averaging | None = None
     _steps_began: float | None = None  # after the callbacks at the start of the training
     _evaluating: Evaluating | None = None
@@ -200,7 +200,7 @@ class TrainerOutputs(ContinuedTrainer):
 
     @property
     def ledger(self) -> SharedLedger | None:
-        """The ledger of the present or the last run. None: `train` has not begun one."""
+        """The ledger of the current or the last run. None: `train` has not begun one."""
         return None if self._run is None else self._run.ledger
 
     @property
@@ -218,7 +218,7 @@ class TrainerOutputs(ContinuedTrainer):
 
     @property
     def averaging(self) -> Averaging | None:
-        """The average of the weights in the present or the last run. None: those after the last step are released."""
+        """The average of the weights in the current or the last run. None: the last step's weights are released."""
         return self._averaging
 
     @property
@@ -244,7 +244,7 @@ class TrainerOutputs(ContinuedTrainer):
     # ------------------------------------------------------------------ figures
 
     def disclose(self, what: str, count: int = 1) -> None:
-        """Note in the ledger an output that the guarantee does not cover; the report lists it.
+        """Record in the ledger an output that the guarantee does not cover; the report lists it.
 
         Args:
             what: the output, for instance "evaluation on private rows".
@@ -255,12 +255,12 @@ class TrainerOutputs(ContinuedTrainer):
         self.ledger.append_disclosure(what, count)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log, with the ε spent so far beside the loss, and count every figure that ε does not cover.
+        """Log, with the ε spent so far next to the loss, and count every figure that ε does not cover.
 
         Each entry is also kept in `LOG_FILE`, which the report lists as not covered.
 
-        The Trainer's ``grad_norm`` is logged as ``noisy_grad_norm``: it is the norm of the private gradient, clipped
-        and with noise, which ε covers.
+        The Trainer's ``grad_norm`` is logged as ``noisy_grad_norm``: it is the norm of the private gradient after
+        clipping and noise, which ε covers.
         """
         is_public = self._evaluating is not None and self._evaluating.public
         if self.eval_is_public and not is_public and any(name.startswith("eval_") for name in logs):
@@ -293,7 +293,7 @@ class TrainerOutputs(ContinuedTrainer):
         """
         own = self.eval_dataset if eval_dataset is None else eval_dataset
         own = self.eval_dataset.get(own) if isinstance(own, str) and isinstance(self.eval_dataset, Mapping) else own
-        outer = self._evaluating  # of which a callback runs another one
+        outer = self._evaluating  # an evaluation during which a callback runs this one
         self._evaluating = Evaluating(metric_key_prefix, self._is_public(own))
         try:
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
@@ -316,7 +316,7 @@ class TrainerOutputs(ContinuedTrainer):
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate or predict as ``Trainer`` does, with the average where ``average.evaluate`` asks for it.
 
-        A call by a program counts as an evaluation.
+        A direct call from a program counts as an evaluation.
         """
         outer = self._evaluating is None and not self._predictions
         public = self._is_public(getattr(dataloader, "dataset", None))
@@ -331,9 +331,9 @@ class TrainerOutputs(ContinuedTrainer):
                     self._renew_report()
 
     def _is_public(self, dataset: Any) -> bool:
-        """Whether rows are ``eval_dataset``, or one of several, and declared public; on all processes together.
+        """Return whether rows are ``eval_dataset``, or one of several, and declared public; on all processes together.
 
-        Rows that took its place are compared with the private rows before they are used.
+        Rows that replaced it are compared with the private rows before they are used.
 
         Raises:
             DataError: they are the private rows (`dpllm.data.public_eval_check`).
@@ -345,7 +345,7 @@ class TrainerOutputs(ContinuedTrainer):
         return True
 
     def _refuse_private_evaluation(self, dataset: Any) -> None:
-        """Make sure that rows that were declared public are not the private rows; a data set with the same rows once.
+        """Check that rows declared public are not the private rows; once for data sets with the same rows.
 
         Raises:
             DataError: they are (`dpllm.data.public_eval_check`).
@@ -384,17 +384,17 @@ class TrainerOutputs(ContinuedTrainer):
             ledger.append_open_point(point)
         for name in own_callbacks(self.callback_handler.callbacks):
             ledger.append_open_point(
-                f"The callback {name} runs within training, where it can read losses of private rows: make sure that "
+                f"The callback {name} runs during training, where it can read losses of private rows: make sure that "
                 "neither learning rate, nor weights, nor the end of training follow them."
             )
         for name in own_methods(self):
             ledger.append_open_point(
-                f"The method {name} of a Trainer of one's own runs within training, where it can read losses of "
+                f"The method {name} of a custom Trainer runs during training, where it can read losses of "
                 "private rows: make sure that neither learning rate, nor weights, nor the end of training follow them."
             )
         for name in own_metrics(self):
             ledger.append_open_point(
-                f"The function {name} computes metrics within training, where it reads losses or outputs of private "
+                f"The function {name} computes metrics during training, where it reads losses or outputs of private "
                 "rows: make sure that neither learning rate, nor weights, nor the end of training follow them."
             )
         for what, count in self._noted_before.items():
@@ -402,7 +402,7 @@ class TrainerOutputs(ContinuedTrainer):
         self._noted_before.clear()
 
     def _renew_report(self) -> None:
-        """Write the report and card of a finished run again, because something was counted after they were made."""
+        """Write the report and card of a finished run again, because something was counted after they were written."""
         if self.ledger is None or self.is_in_train or not self.processes.is_main:
             return
         folder = self.ledger.path.parent
@@ -413,14 +413,14 @@ class TrainerOutputs(ContinuedTrainer):
     # ------------------------------------------------------------------- saving
 
     def weights_to_release(self) -> AbstractContextManager[None]:
-        """Have the weights in the model that are released, while a block runs; on all processes together.
+        """Put the weights to release into the model while a block runs; on all processes together.
 
-        During the training these are the average, if the run has one; afterwards they are in the model anyway.
+        During the training these are the average, if the run has one; afterwards the model holds them anyway.
         """
         return contextlib.nullcontext() if self.averaging is None else self.averaging.shown()
 
     def last_weights(self) -> AbstractContextManager[None]:
-        """Have the weights after the last step in the model, while a block runs; on all processes together.
+        """Put the weights after the last step into the model while a block runs; on all processes together.
 
         Within the block, `save_model` still saves the average, which the report names; ``average.keep_last`` saves the
         last weights as well.
@@ -428,9 +428,9 @@ class TrainerOutputs(ContinuedTrainer):
         return contextlib.nullcontext() if self.averaging is None else self.averaging.hidden()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model, consolidated, and beside it the plan, the ledger so far, the privacy report and a model card.
+        """Save the consolidated model, and with it the plan, the ledger so far, the privacy report and a model card.
 
-        Called by all processes together; rank 0 writes. The model loads in plain transformers, an adapter in plain
+        Call it on all processes together; rank 0 writes. The model loads in plain transformers, an adapter in plain
         PEFT. A checkpoint of a fully sharded, fully trained model holds only shards, as set in the accelerate
         configuration.
         """
@@ -458,7 +458,7 @@ class TrainerOutputs(ContinuedTrainer):
             with contextlib.nullcontext() if self._is_attached else self.weights_to_release():
                 note_changes(self._run.weights, self._module, self.ledger, self.processes)
         before = snapshot(folder) if self.args.should_save else {}
-        # A checkpoint goes on from the weights of its step.
+        # A checkpoint continues from the weights of its step.
         with contextlib.nullcontext() if self._is_staging else self.weights_to_release():
             self._save_weights(folder, whole)
         keeps_last = self.averaging is not None and self.averaging.average.keep_last
@@ -477,7 +477,7 @@ class TrainerOutputs(ContinuedTrainer):
                 self._write_guarantee(folder / MERGED_FOLDER, trained=together)
             self._write_guarantee(folder)
         if self.ledger is not None and folder.resolve() != self.ledger.path.parent.resolve():
-            self._renew_report()  # the ledger has lines about the other folder
+            self._renew_report()  # the ledger has new lines about the other folder
 
     def _save_merged(self, folder: Path) -> Any:
         """Write the model with its adapter merged, on rank 0 and not during the training; return it, or None."""
@@ -495,9 +495,9 @@ class TrainerOutputs(ContinuedTrainer):
         return whole
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Write the model's files; at the end of a run, again until the disk has room for them."""
+        """Write the model's files; at the end of a run, try again until the disk has room for them."""
 
-        def save(folder: Path) -> None:  # which takes weights out of the dictionary
+        def save(folder: Path) -> None:  # takes weights out of the dictionary
             super(TrainerOutputs, self)._save(str(folder), None if state_dict is None else dict(state_dict))
 
         folder = Path(output_dir or str(self.args.output_dir))
@@ -506,7 +506,7 @@ class TrainerOutputs(ContinuedTrainer):
     def _until_there_is_room(
         self, write: Callable[[], None], folder: Path, spare: Callable[[Path], None] | None = None
     ) -> None:
-        """Write results on this process; while the run still steps, a full disk is an error, as ever."""
+        """Write results on this process; while the run still takes steps, a full disk stays an error."""
         stepping = self._run is None or self._is_attached or self._is_staging
         if not self.args.should_save or stepping:
             return write()
@@ -538,7 +538,7 @@ class TrainerOutputs(ContinuedTrainer):
         """Save the weights before the first step as ``checkpoint-0``; on all processes together.
 
         A crash before the first checkpoint can then be resumed: an adapter's random weights, or those of a public
-        training, exist nowhere else. There is no optimizer state, and the schedule begins at its start. The next
+        training, exist nowhere else. It has no optimizer state, and the schedule begins at its start. The next
         checkpoint, or the model, replaces it.
         """
 
@@ -550,7 +550,7 @@ class TrainerOutputs(ContinuedTrainer):
         self._publish_checkpoint(write)
 
     def _publish_checkpoint(self, write: Callable[[Path], None]) -> None:
-        """Have each process write into a staging folder, which is renamed when all have written their files."""
+        """Let each process write into a staging folder, which is renamed when all have written their files."""
         output, step, run = Path(str(self.args.output_dir)), self.state.global_step, self._run
         assert run is not None, "train() makes the run"
         require_finite(self._module, self.processes, f"checkpoint-{step} is not written: the model has")
@@ -601,7 +601,7 @@ class TrainerOutputs(ContinuedTrainer):
             self.averaging.save(folder)
 
     def _get_output_dir(self, trial: Any) -> str:
-        """Return the folder in which the Trainer makes a checkpoint's folder."""
+        """Return the folder in which the Trainer creates a checkpoint's folder."""
         output = super()._get_output_dir(trial)
         return str(Path(output) / STAGING_FOLDER) if self._is_staging else output
 
@@ -612,7 +612,7 @@ class TrainerOutputs(ContinuedTrainer):
             covered_state(self.state, self.eval_is_public).save_to_json(str(folder / TRAINER_STATE_NAME))
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Save nothing: the state of a generator reveals how many random numbers private rows took."""
+        """Save nothing: a generator's state reveals how many random numbers private rows used."""
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Load nothing: each step draws from fresh entropy, even if an old or foreign checkpoint holds a state."""
@@ -620,12 +620,12 @@ class TrainerOutputs(ContinuedTrainer):
     # --------------------------------------------------------- report and card
 
     def _write_guarantee(self, folder: Path, with_card: bool = True, trained: Any = None, **metadata: Any) -> None:
-        """Write plan, ledger so far, report and card beside the model; for one process.
+        """Write plan, ledger so far, report and card next to the model; for one process.
 
-        Additions of people or of an audit to the folder's report are kept, unless `notes` replaces them.
+        What people or an audit added to the folder's report is kept, unless `notes` replaces it.
 
         Args:
-            folder: of the model.
+            folder: folder of the model.
             with_card: whether to write the card.
             trained: the model in the folder. None: the Trainer's.
             metadata: as for `StartingModel.write_card`.
@@ -648,7 +648,7 @@ class TrainerOutputs(ContinuedTrainer):
             return self.notes
         try:
             earlier = notes_in(folder)
-        except (ValueError, OSError):  # the report is written anyway, and states the notes it lacks
+        except (ValueError, OSError):  # the report is written anyway, and names the notes it lacks
             self.ledger.append_open_point(LOST_NOTES)
             return self.notes
         fields = (item.name for item in dataclasses.fields(ReleaseNotes))
@@ -680,7 +680,7 @@ class TrainerOutputs(ContinuedTrainer):
             finetuned_from: the base model's Hub id. None: the name under which it was loaded.
             tasks: refused, like all arguments for ``model-index``.
             dataset_tags: public data sets' Hub ids, for the metadata.
-            dataset: the same.
+            dataset: as ``dataset_tags``.
             dataset_args: refused.
 
         Raises:
@@ -691,7 +691,7 @@ class TrainerOutputs(ContinuedTrainer):
         if refused:
             raise ConfigError(
                 f"create_model_card({refused[0]}=...) is for a card's evaluation results, which ε does not cover. "
-                "Leave it out; figures for the report go into DPTrainer.notes"
+                "Leave it out; pass figures for the report in DPTrainer.notes"
             )
         if self.ledger is None:
             raise ValueError("There is no guarantee for a card before train(): call it first.")
@@ -710,10 +710,10 @@ class TrainerOutputs(ContinuedTrainer):
     # ------------------------------------------------------------------ uploads
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """Create the repository of ``hub_model_id`` if it does not exist; with ``push_to_hub`` before any step.
+        """Create the repository ``hub_model_id`` if it does not exist; with ``push_to_hub`` before any step.
 
         Raises:
-            ConfigError: its name cannot be one of the Hub's, or there is no token.
+            ConfigError: its name is not a valid Hub name, or there is no token.
         """
         if not self.is_world_process_zero():
             return
@@ -731,8 +731,8 @@ class TrainerOutputs(ContinuedTrainer):
             )
         except HFValidationError as error:
             raise ConfigError(
-                f"train.hub_model_id: {name!r} is no name of the Hub: write owner/name, of letters, digits, '-', '_' "
-                "and '.'"
+                f"train.hub_model_id: {name!r} is not a valid Hub name: write owner/name, with letters, digits, '-', "
+                "'_' and '.'"
             ) from error
         except LocalTokenNotFoundError as error:
             raise ConfigError(
@@ -759,7 +759,7 @@ class TrainerOutputs(ContinuedTrainer):
     ) -> Any:
         """Save the model with its guarantee, and upload it: weights, tokenizer, card, report, plan and ledger only.
 
-        No other file of the folder is uploaded (`dpllm.report.publishing.files_to_publish`). Called by all processes
+        No other file of the folder is uploaded (`dpllm.report.publishing.files_to_publish`). Call it on all processes
         together.
 
         Args:
@@ -768,7 +768,7 @@ class TrainerOutputs(ContinuedTrainer):
             token: token for the Hub. None: ``hub_token``.
             revision: the branch; None: ``hub_revision``.
             private: whether a new repository is visible to its owner only.
-            force_open_points: upload although points of the report are open; the card lists them.
+            force_open_points: upload although the report has open points; the card lists them.
             language: as for `create_model_card`.
             license: as for `create_model_card`.
             tags: as for `create_model_card`.
@@ -781,7 +781,8 @@ class TrainerOutputs(ContinuedTrainer):
             The commit, or its future if not ``blocking``; None on all processes except the first.
 
         Raises:
-            PublishError: an open point, a run that is not private, a failed audit, files that contradict each other.
+            PublishError: the report has an open point, the run is not private, an audit failed, or files contradict
+                each other.
         """
         if self.ledger is None:
             raise PublishError("There is nothing to publish before train(): call it first; a model needs its guarantee")
@@ -831,7 +832,7 @@ class TrainerOutputs(ContinuedTrainer):
 
 
 def _count_from(logs: dict[str, float], seconds: float) -> None:
-    """Replace the running time of a training by that of its steps, and its rates with it.
+    """Replace a training's running time by that of its steps, and its rates accordingly.
 
     The Trainer also counts what callbacks do before the first step, such as the evaluation before a recipe's training.
     """

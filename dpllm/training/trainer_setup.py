@@ -1,4 +1,4 @@
-"""The preparation of a Trainer's private training: guarantee, data and plan are checked and fixed before training.
+"""Prepare a Trainer's private training: check and fix guarantee, data and plan before training.
 
 The constructor of `dpllm.DPTrainer` calls `agreed_arguments` and `prepare`; its ``train()`` calls `refuse_changed_rows`
 and `open_ledger`.
@@ -64,7 +64,7 @@ def agreed_arguments(
     Args:
         args: arguments of the Trainer; they are not changed.
         own_optimizer: whether the caller passes an optimizer.
-        table: the options of ``args`` that the trainer knows.
+        table: the options of ``args`` that the trainer supports.
         average: the average of the weights that is released.
         norm_method: as for `dpllm.training.attached.RunOptions`.
 
@@ -81,7 +81,7 @@ def agreed_arguments(
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """Guarantee, data and plan of a Trainer, a value without behaviour; the same on every process.
+    """Guarantee, data and plan of a Trainer, as plain data; the same on every process.
 
     Attributes:
         privacy: the privacy guarantee.
@@ -91,8 +91,8 @@ class Prepared:
         units: the rows of each unit, also if rows are drawn separately.
         plan: the constants.
         rows: the rows as a run reads them.
-        collate: rows to inputs, as given, for evaluation; ``rows`` calls it with one row at a time, or packs.
-        average: the average of the weights that is released. None: those after the last step are.
+        collate: makes inputs from rows, as passed, for evaluation; ``rows`` calls it with one row at a time, or packs.
+        average: the average of the weights that is released. None: the weights after the last step are released.
     """
 
     privacy: PrivacyConfig
@@ -122,16 +122,16 @@ def prepare(
     """Read the data and compute the plan, before any charge. Called by all processes together.
 
     Args:
-        model: to train.
+        model: model to train.
         args: as `agreed_arguments` returns them.
         privacy: the privacy guarantee.
         dataset: the private rows.
         tokenizer: for padding.
-        collator: rows to inputs. None: the default, which pads.
-        max_tokens: the most tokens of a microbatch, or "auto". None: the number of rows in ``args``.
+        collator: makes inputs from rows. None: the default, which pads.
+        max_tokens: the largest number of tokens of a microbatch, or "auto". None: the number of rows in ``args``.
         pack_rows: whether the rows of a microbatch are concatenated without padding.
         own_optimizer: whether the caller passes an optimizer.
-        average: the average of the weights that is released. None: those after the last step are.
+        average: the average of the weights that is released. None: the weights after the last step are released.
 
     Raises:
         ConfigError, DataError, ValueError: an option or a row would make the guarantee untrue.
@@ -191,10 +191,10 @@ def expected_batch(prepared: Prepared) -> Batch:
 
 
 def refuse_changed_rows(prepared: Prepared, dataset: Any) -> None:
-    """Check that the Trainer still has the rows with which the plan was made. Called by all processes together.
+    """Check that the Trainer still has the rows for which the plan was made. Called by all processes together.
 
     Raises:
-        ConfigError: ``train_dataset`` was set to another object, or its rows were moved, left out or extended.
+        ConfigError: ``train_dataset`` was set to another object, or its rows were reordered, removed or extended.
     """
     refuse_replaced(dataset, prepared.dataset)
     prepared.processes.together(lambda: refuse_moved(dataset, len(prepared.rows.lengths), prepared.units))
@@ -212,10 +212,10 @@ def open_ledger(prepared: Prepared, folder: Path, resume: bool, public: Sequence
 
     Raises:
         ConfigError: the folder holds a run that is not continued.
-        ConfigError: the run that is continued releases another average of its weights, or its optimizer has
-            another second moment.
+        ConfigError: the continued run releases a different average of its weights, or its optimizer has
+            a different second moment.
         ConfigError, DataError: a row cannot be read or collated; see `TrainingRows.try_reading`.
-        LedgerError: the ledger is of another plan or of other rows.
+        LedgerError: the ledger belongs to a different plan or different rows.
         BudgetError: the run would exceed the budget.
     """
     plan, rows, processes = prepared.plan, prepared.rows, prepared.processes
@@ -229,8 +229,8 @@ def open_ledger(prepared: Prepared, folder: Path, resume: bool, public: Sequence
         return SharedLedger.open(path, plan, processes, budget, rows.contents, public)
     if processes.from_main(lambda: is_used(path)):
         raise ConfigError(
-            f"{folder} already holds a private run ({LEDGER_FILE}). Its record is evidence for the model beside "
-            f"it and is not overwritten: set "
+            f"{folder} already holds a private run ({LEDGER_FILE}). Its record is evidence for the model in the folder "
+            f"and is not overwritten: set "
             "train.output_dir to another folder, or resume from its checkpoint."
         )
     processes.together(rows.try_reading)
@@ -244,6 +244,6 @@ def open_ledger(prepared: Prepared, folder: Path, resume: bool, public: Sequence
 
 
 def _draw_of_rows(processes: Processes, privacy: PrivacyConfig) -> np.random.Generator:
-    """Return the generator that draws the rows a user keeps: secret, and the same on every process."""
+    """Return the generator that draws the rows to keep of a user: secret, and the same on every process."""
     entropy = processes.from_main(lambda: int.from_bytes(secrets.token_bytes(32), "little"))
     return seeded_rng(entropy if privacy.seed is None else privacy.seed)

@@ -1,8 +1,8 @@
-"""The file of training losses and metrics, and a Trainer state without them.
+"""Write training losses and metrics to a file of their own, and make a Trainer state without them.
 
-Place in the flow: beside the checkpoints. ε covers a checkpoint, so it must cover every file in it: its
-``trainer_state.json`` keeps the step, the epoch, the learning rate and ε of each log entry. Losses, gradient norms and
-metrics depend on private rows; they go to one file outside all checkpoints, which the report lists as not covered.
+ε covers a checkpoint, so it must cover every file in it: its ``trainer_state.json`` keeps the step, the epoch, the
+learning rate and ε of each log entry. Losses, gradient norms and metrics depend on private rows; they go to one file
+outside all checkpoints, which the report lists as not covered.
 
 The file is written only by appending, one JSON object per line. A resumed run marks the step from which it continues,
 so that entries of lost steps are skipped.
@@ -34,11 +34,11 @@ _RANDOM_STATES = ("rng_state*.pth", "random_states_*.pkl")
 
 
 def covered_state(state: TrainerState, eval_is_public: bool = False) -> TrainerState:
-    """Return a copy of a Trainer's state with the figures that ε covers, and without all others.
+    """Return a copy of a Trainer's state with only the figures that ε covers.
 
     Args:
         state: state of the Trainer; it is not changed.
-        eval_is_public: whether evaluation rows are declared public; then results on them are kept, and none on others.
+        eval_is_public: whether evaluation rows are declared public; only results on them are then kept.
 
     >>> state = TrainerState(log_history=[{"loss": 2.5, "step": 1, "epsilon": 0.5}, {"eval_loss": 2.0, "step": 1}])
     >>> covered_state(state).log_history
@@ -70,13 +70,13 @@ def refuse_random_states(folder: Path) -> None:
     """Check that a checkpoint holds no file with the state of a random generator.
 
     Raises:
-        CheckpointError: it holds one; the message names the file.
+        CheckpointError: it holds such a file; the message names it.
     """
     found = sorted(path for pattern in _RANDOM_STATES for path in folder.rglob(pattern))
     if found:
         raise CheckpointError(
             f"{found[0]} holds the state of random generators, which reveals how many random numbers private rows "
-            "took. A checkpoint must not contain it: remove the callback or hook that writes it"
+            "used. A checkpoint must not contain it: remove the callback or hook that writes it"
         )
 
 
@@ -134,7 +134,7 @@ class TrainingLog:
 
 
 class LogKeeper(TrainerCallback):
-    """Callback that restores in a resumed Trainer the losses that its checkpoint does not hold."""
+    """Callback that restores in a resumed Trainer the losses that its checkpoint does not contain."""
 
     def __init__(self, folder: str | Path) -> None:
         """Store the run's folder."""

@@ -1,8 +1,8 @@
-"""The arguments that TRL's configurations add to ``TrainingArguments``, and how private trainers treat each.
+"""List the arguments that TRL's configurations add to ``TrainingArguments``, and how private trainers treat each.
 
-Place in the flow: asked by `dpllm.DPSFTTrainer` and `dpllm.DPDPOTrainer` before any data are read.
-`tests/training/test_trl_arguments.py` compares the tables with the installed classes. What is said about TRL was read
-in version 1.16. `python -m dpllm.training.trl_arguments` prints docs/trl.md.
+`dpllm.DPSFTTrainer` and `dpllm.DPDPOTrainer` consult the tables before any data are read.
+`tests/training/test_trl_arguments.py` compares the tables with the installed classes. Statements about TRL hold for
+version 1.16. `python -m dpllm.training.trl_arguments` prints docs/trl.md.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ _ELSEWHERE = {
     "model_init_kwargs": "the section model",
     "trust_remote_code": "nothing: recipes run no code from the Hub",
 }
-"""Names of TRL's configurations that a recipe has in another place."""
+"""Names of TRL's configurations for which a recipe has another key."""
 
 
 def config_of(trainer: str) -> Any:
@@ -130,7 +130,7 @@ def refuse_elsewhere(section: Mapping[str, Any]) -> None:
     """Refuse names of a recipe's ``train`` section for which the recipe has another key.
 
     Raises:
-        ConfigError: one of them is given.
+        ConfigError: one of them is set.
     """
     for name in _ELSEWHERE if section.get("trainer") is not None else ():
         if section.get(name) is not None:
@@ -141,23 +141,23 @@ def checked_config(args: Any, name: str, table: Mapping[str, Argument], purpose:
     """Check that arguments are a configuration of TRL, and that none of its own values is refused.
 
     Args:
-        args: given to a trainer.
-        name: of TRL's class.
-        table: of its arguments.
+        args: arguments that were passed to a trainer.
+        name: name of TRL's class.
+        table: table of its arguments.
         purpose: the trainer, for messages.
 
     Raises:
-        ConfigError: TRL is not installed; the arguments are of another class; a value is refused or out of range.
+        ConfigError: TRL is not installed; the arguments have another class; a value is refused or out of range.
     """
     kind = getattr(require_trl(purpose), name)
     if not isinstance(args, kind):
         raise ConfigError(
-            f"args is of type {type(args).__name__}, and {purpose} needs trl.{name}, whose options say how rows are "
+            f"args is of type {type(args).__name__}, but {purpose} needs trl.{name}, whose options say how rows are "
             f"made: args=trl.{name}(output_dir=..., max_steps=...)"
         )
     refuse_by_table(args, {**ARGUMENTS, **table})
     if args.max_length is not None:
-        integer("args.max_length", args.max_length, 2)  # the first token of a row is no target
+        integer("args.max_length", args.max_length, 2)  # the first token of a row is not a target
     choice("args.truncation_mode", args.truncation_mode, ("keep_start", "keep_end"))
 
 

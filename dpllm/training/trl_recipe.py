@@ -1,7 +1,7 @@
-"""The trainer of a recipe with ``train.trainer``: its records have TRL's shapes, and ``train`` has TRL's options.
+"""Make the trainer of a recipe with ``train.trainer``: its records have TRL's shapes, and ``train`` has TRL's options.
 
-Place in the flow: called by `dpllm.training.finetune` in the place of tokenization and `dpllm.DPTrainer`. The columns
-that the recipe names get the names that TRL gives them; the rest is in `dpllm.DPSFTTrainer` and `dpllm.DPDPOTrainer`.
+`dpllm.training.finetune` calls it instead of tokenizing and making a `dpllm.DPTrainer`. The columns that the recipe
+names get the names that TRL gives them; the rest is in `dpllm.DPSFTTrainer` and `dpllm.DPDPOTrainer`.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def trainer_of(
     Args:
         recipe: the recipe.
         args: its ``train`` section as TRL's configuration.
-        model: to train, with its adapter.
-        tokenizer: of the model.
+        model: model to train, with its adapter.
+        tokenizer: tokenizer of the model.
         train_records: the private records.
-        eval_records: those held out.
+        eval_records: the held-out records.
         options: other arguments of `dpllm.DPTrainer`.
     """
     args.max_length = recipe.data.max_length
@@ -69,16 +69,16 @@ def renamed(records: datasets.Dataset, config: DataConfig, unit_column: str | No
     Args:
         records: the records.
         config: format and columns.
-        unit_column: of the privacy section; None: there is none.
+        unit_column: column of the units' ids; None: there is none.
 
     Raises:
-        ConfigError: the column of units has a name that TRL gives another column.
+        ConfigError: the column of units has a name that TRL gives to another column.
     """
     names = {own: its for own, its in config.form.trl_names.items() if own in records.column_names}
     if unit_column in names or unit_column in names.values():
         raise ConfigError(
-            f"data.columns.unit={unit_column!r} has the name of a column of texts ({', '.join(names)}): give the ids "
-            "another column"
+            f"data.columns.unit={unit_column!r} is also the name of a text column ({', '.join(names)}): rename the "
+            "column with the ids"
         )
     for name in (*BESIDE, "ref_chosen_logps", "ref_rejected_logps", unit_column):
         if name is not None and name in records.column_names:

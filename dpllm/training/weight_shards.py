@@ -1,9 +1,9 @@
-"""The trained weights that a process holds, in the optimizer's precision, on every engine: to average and to show.
+"""Read and replace the trained weights that a process holds, in the optimizer's precision, on every engine.
 
-Place in the flow: beside the engines, below `dpllm.training.averaging`. A *fragment* is a contiguous range of the
+`dpllm.training.averaging` uses this to average and to show weights. A *fragment* is a contiguous range of the
 flattened entries of one parameter. One process and DDP hold whole parameters, FSDP2 a range of rows of each, and ZeRO a
-range of its float32 master weights. `WeightFragments` reads the fragments of this process, and puts other values of the
-same fragments into the model temporarily, for an evaluation or a save. No process holds more than its fragments and,
+range of its float32 master weights. `WeightFragments` reads the fragments of this process, and temporarily puts other
+values of the same fragments into the model, for an evaluation or a save. No process holds more than its fragments and,
 for a moment, one whole parameter.
 """
 
@@ -26,7 +26,7 @@ from dpllm.ghost.kernels import accumulation_dtype
 class WeightFragments:
     """The fragments of one process.
 
-    Guarantee: only the parameters that are given are read or written; buffers and frozen parameters never are.
+    Guarantee: only the passed parameters are read or written; buffers and frozen parameters never are.
 
     Args:
         parameters: the trained parameters by name, in the same order on every process.
@@ -41,7 +41,7 @@ class WeightFragments:
         is_owner: whether this process writes its fragments into a checkpoint; one of several replicas does.
 
     Raises:
-        EngineError: the engine divides the parameters in another way.
+        EngineError: the engine shards the parameters in an unsupported way.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class WeightFragments:
         if total != sum(self.sizes.values()):
             raise EngineError(
                 f"The processes hold {int(total)} entries of the trained weights, which have "
-                f"{sum(self.sizes.values())}: this engine divides them in a way that averages cannot follow. Leave "
-                "train.average out, or use another engine (dpllm train --config)"
+                f"{sum(self.sizes.values())}: averages do not support the way in which this engine shards them. Remove "
+                "train.average, or use another engine (dpllm train --config)"
             )
 
     def read(self, name: str) -> Tensor:
-        """Return the present weights of one fragment, 1-D, float32 (float64 for a float64 model); not to be written.
+        """Return the current weights of one fragment, 1-D, float32 (float64 for a float64 model); read-only.
 
         They share the memory of the weights where these have that dtype. Offloaded master weights are on the CPU.
 
@@ -92,7 +92,7 @@ class WeightFragments:
         if self._stage == 3:
             from deepspeed.utils import safe_get_local_fp32_param, safe_set_local_fp32_param
 
-            part = safe_get_local_fp32_param(parameter).clone()  # with padding, which stays
+            part = safe_get_local_fp32_param(parameter).clone()  # its padding is kept
             part[: values.numel()] = values.to(part)
             safe_set_local_fp32_param(parameter, part)
         elif self._stage:
@@ -107,12 +107,12 @@ class WeightFragments:
             self._write_whole(self.read)
 
     def show(self, values: Mapping[str, Tensor]) -> None:
-        """Put values into the model in place of the weights, rounded to their dtype. Called by all processes together.
+        """Put values into the model, rounded to the weights' dtype. Called by all processes together.
 
-        `restore` brings the weights back. The optimizer's own state, and DeepSpeed's master weights, are not touched.
+        `restore` restores the weights. The optimizer's own state, and DeepSpeed's master weights, are not touched.
 
         Args:
-            values: of every fragment, with the shapes of `read`.
+            values: values of every fragment, with the shapes of `read`.
         """
         if self._stage:
             self._write_whole(values.__getitem__)
@@ -129,7 +129,7 @@ class WeightFragments:
         return [_local(parameter).detach() for parameter in self._parameters.values()]
 
     def restore(self) -> None:
-        """Put the weights back that `show` replaced, to the bit. Called by all processes together."""
+        """Restore the weights that `show` replaced, bit by bit. Called by all processes together."""
         if self._stage:
             self._write_whole(self.read)
             return
@@ -173,7 +173,7 @@ class WeightFragments:
                         parameter.data.copy_(whole.view(parameter.shape))
 
     def _gathered(self, name: str, part: Tensor | None, device: torch.device) -> Tensor:
-        """Return a whole parameter, bit by bit: sums of integers, since a sum of floats would change the sign of -0."""
+        """Return a whole parameter, bit by bit: it sums integers, since a sum of floats would change the sign of -0."""
         whole = torch.zeros(self.sizes[name], dtype=torch.float32, device=device)
         if part is not None:
             start = self.starts[name]
@@ -184,18 +184,18 @@ class WeightFragments:
 
 
 def require_whole_saves(deepspeed: Any) -> None:
-    """Check that the Trainer will save the model's own weights, and not DeepSpeed's shards of its master weights.
+    """Check that the Trainer will save the model's own weights, not DeepSpeed's shards of its master weights.
 
     Args:
         deepspeed: DeepSpeed's engine.
 
     Raises:
-        EngineError: ZeRO-3 is not told to gather the weights of a model that is saved.
+        EngineError: ZeRO-3 is not configured to gather the weights of a model that is saved.
     """
     if deepspeed.zero_optimization_stage() == 3 and not deepspeed.zero_gather_16bit_weights_on_model_save():
         raise EngineError(
-            "The DeepSpeed configuration leaves zero_optimization.stage3_gather_16bit_weights_on_model_save out: the "
-            "model would be saved as shards of the weights after the last step, not as their average "
+            "The DeepSpeed configuration does not set zero_optimization.stage3_gather_16bit_weights_on_model_save, so "
+            "the model would be saved as shards of the weights after the last step, not as their average "
             "(train.average). Set it to true"
         )
 
@@ -209,7 +209,7 @@ def _first_entry(name: str, parameter: DTensor) -> int:
     """Return the position of the first local entry; FSDP2 divides the rows as ``torch.chunk`` does.
 
     Raises:
-        EngineError: it is divided along another dimension.
+        EngineError: the parameter is sharded along another dimension.
     """
     for dim, placement in enumerate(parameter.placements):
         if not placement.is_shard():

@@ -1,7 +1,7 @@
-"""The workload of a run: how momentum, learning rates and averaging carry each step's noise into the released weights.
+"""Compute the workload of a run: how momentum, learning rates and averaging carry noise into the released weights.
 
-Place in the flow: before the plan, from the training arguments. The numbers go to `dpllm.mechanism.workload`, for which
-the planner designs correlated noise. They are public, and cannot change ε.
+It follows from the training arguments, before the plan. The planner designs correlated noise for it
+(`dpllm.mechanism.workload`). The numbers are public, and cannot change ε.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dpllm.training.corrected_adamw import asked_second_moment
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """The rule by which a run makes the released weights from its noisy gradients.
+    """The rule by which a run computes the released weights from its noisy gradients.
 
     Attributes:
         rates: (T,) the learning rate of each step.
@@ -28,7 +28,7 @@ class UpdateRule:
         bias_correction: whether the first moment is divided by 1 - β^(t+1), as Adam does.
         divides: whether the update is divided by the size of the gradients (Adam, Adafactor, Lion), so that it does not
             grow with their noise.
-        average: the average of the weights that is released. None: the last weights are.
+        average: the average of the weights that is released. None: the last weights are released.
     """
 
     rates: tuple[float, ...]
@@ -68,7 +68,7 @@ def workload_of(args: TrainingArguments, num_steps: int, average: Any = None) ->
 
 
 def learning_rates(args: TrainingArguments, num_steps: int) -> list[float]:
-    """Return the (T,) learning rates of the arguments' schedule; of one that waits for a loss, the first rate."""
+    """Return the (T,) learning rates of the arguments' schedule; for one that follows a loss, the first rate."""
     kind = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     if kind in ("reduce_lr_on_plateau", "greedy"):
         return [args.learning_rate] * num_steps

@@ -283,7 +283,7 @@ REFUSED = {
         lambda: DataCollatorForLanguageModeling(tokenizer(), seed=1),
         bert,
         tokens,
-        "keeps its own random generator|has seed=1",
+        "has its own random generator|has seed=1",
     ),
     "transformers DataCollatorWithFlattening with boundaries": (
         lambda: DataCollatorWithFlattening(return_flash_attn_kwargs=True),

@@ -24,7 +24,7 @@ EXPECTED = {
     "statistic": "layers.0.mlp.statistic.total changed during a private step",
     "unfrozen": "was unfrozen after the run was attached",
     "written": "changed between two private steps",
-    "touched": "is not the one that the private step left",
+    "touched": "changed after the private step",
 }
 FOREIGN = {"ddp": "has a gradient from before the step", "fsdp2": "has a gradient from before the step"}
 FOREIGN_TO_DEEPSPEED = "received a gradient from a backward pass that is not part of a private step"

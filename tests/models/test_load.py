@@ -76,14 +76,14 @@ class TestFromConfig:
     @pytest.mark.parametrize(
         ("values", "message"),
         [
-            ({"config": {**TINY, "hidden_sise": 8}}, "has no 'hidden_sise'; did you mean 'hidden_size'"),
-            ({"config": {"model_type": "llamma"}}, "transformers has no model_type 'llamma'"),
+            ({"config": {**TINY, "hidden_sise": 8}}, "'hidden_sise'; did you mean 'hidden_size'"),
+            ({"config": {"model_type": "llamma"}}, "model_type 'llamma'"),
             ({"config": {**TINY, "num_attention_heads": 3}}, "hidden size .16. is not a multiple"),
             (
                 {"config": {**TINY, "vocab_size": 100}},
                 r"the tokenizer has \d+ tokens, but the model's embedding has only 100",
             ),
-            ({"config": TINY, "dtype": "auto"}, "dtype='auto' takes the type of saved weights"),
+            ({"config": TINY, "dtype": "auto"}, "model.dtype='auto'"),
         ],
     )
     def test_a_configuration_that_cannot_be_right_is_refused(self, tokenizer, values, message):
@@ -177,11 +177,11 @@ class TestPrepare:
             ),
             (
                 {"adapter": {"r": 2, "target_modules": ["query"]}},
-                "target_modules names 'query', and the model has no such module",
+                "target_modules names 'query'",
             ),
-            ({"adapter": {"r": 0, "target_modules": "all-linear"}}, "peft.r must be at least 1, got 0"),
+            ({"adapter": {"r": 0, "target_modules": "all-linear"}}, "adapter.r must be at least 1, got 0"),
             ({"adapter": {**LORA, "init_lora_weights": "eva"}}, "starts from statistics of the private data"),
-            ({"freeze": ["transformer.*"]}, "no parameter is named like 'transformer"),
+            ({"freeze": ["transformer.*"]}, "no parameter name matches 'transformer"),
             ({"freeze": ["*"]}, "no trainable parameter"),
         ],
     )
@@ -216,7 +216,7 @@ class TestTokenizer:
         ("values", "message"),
         [
             ({"config": TINY, "tokenizer_vocab_size": 270}, "the recipe has no public_pretrain section"),
-            ({"config": TINY}, "has no tokenizer: give model.tokenizer"),
+            ({"config": TINY}, "has no tokenizer: .*model.tokenizer_vocab_size"),
         ],
     )
     def test_a_recipe_without_a_tokenizer_is_refused(self, values, message):

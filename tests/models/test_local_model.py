@@ -70,7 +70,7 @@ def test_a_name_of_the_hub_gets_both_remedies():
     """It might be either."""
     assert not is_path("openai-community/gpt2") and not is_path("gpt2")
     require_folder("model", "nobody/nothing")
-    with pytest.raises(ConfigError, match="Hub does"):
+    with pytest.raises(ConfigError, match=r"'nobody/nothing' cannot be loaded.* Hub"):
         load_tokenizer(ModelConfig(name="nobody/nothing"))
 
 
@@ -89,5 +89,5 @@ def test_files_adapters_and_damaged_folders_are_no_models(tmp_path, folder, monk
     with pytest.raises(ConfigError, match="folder again"):
         model_at_hand(str(damaged))
     monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(ConfigError, match=f"Write the whole path, {tmp_path}/adapter"):
+    with pytest.raises(ConfigError, match=f"path, {tmp_path}/adapter"):
         require_folder("model", "~/adapter")

@@ -87,7 +87,7 @@ def test_packed_rows_have_the_losses_of_padded_ones():
 )
 def test_boundaries_that_are_not_those_of_the_labels_are_refused(labels, boundaries):
     """A loss would be assigned to another row."""
-    with pytest.raises(ValueError, match="places where"):
+    with pytest.raises(ValueError, match="cu_seq_lens"):
         packed_sequence_loss(torch.zeros(*labels.shape, 3), labels.long(), torch.tensor(boundaries))
 
 
@@ -125,7 +125,7 @@ def test_bfloat16_logits_give_float32_losses():
 )
 def test_shapes_that_do_not_fit_are_refused(loss, logits, labels):
     """Broadcasting would mix rows."""
-    with pytest.raises(ValueError, match="are needed; they are"):
+    with pytest.raises(ValueError, match=r"labels .*, got"):
         loss(torch.zeros(logits), torch.zeros(labels, dtype=torch.int64))
 
 

@@ -116,7 +116,7 @@ OTHER_FORMS = [
 ]
 
 
-@pytest.mark.parametrize(("options", "match"), [*OTHER_FORMS, ({"is_causal": False}, "both directions")])
+@pytest.mark.parametrize(("options", "match"), [*OTHER_FORMS, ({"is_causal": False}, "bidirectional")])
 def test_an_attention_of_another_form_is_refused(options, match):
     """Unsupported parts of an attention are refused, not ignored."""
     q = states(9)
@@ -127,7 +127,7 @@ def test_an_attention_of_another_form_is_refused(options, match):
 def test_attention_in_both_directions_is_refused_where_the_layer_says_it():
     q, layer = states(9), Layer()
     layer.is_causal = False
-    with pytest.raises(ValueError, match="both directions"):
+    with pytest.raises(ValueError, match="bidirectional"):
         packed_attention(layer, q, q, q, None, cu_seq_lens_q=BOUNDARIES)
 
 
@@ -151,12 +151,12 @@ REFUSED = {
     "no positions": (
         lambda: BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=16, n_layer=1, n_head=2)),
         "causal_lm",
-        "BloomForCausalLM takes no row boundaries: its forward has no position_ids",
+        "BloomForCausalLM accepts no row boundaries: its forward has no position_ids",
     ),
     "state space": (
         lambda: MambaForCausalLM(MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=1, state_size=4)),
         "causal_lm",
-        "MambaForCausalLM takes no row boundaries",
+        "MambaForCausalLM accepts no row boundaries",
     ),
     "no transformers model": (nn.Identity, None, "Identity is not a causal language model"),
 }
@@ -165,7 +165,7 @@ REFUSED = {
 @pytest.mark.parametrize(("make", "task", "match"), REFUSED.values(), ids=REFUSED.keys())
 def test_models_that_can_not_be_packed_are_refused_by_name(make, task, match):
     """Before any training, with the remedy."""
-    with pytest.raises(ConfigError, match=rf"Rows cannot be packed: {match}.*set pack_rows to false"):
+    with pytest.raises(ConfigError, match=rf"Rows cannot be packed: {match}.*set microbatch.pack to false"):
         refuse_unpackable(make(), task)
 
 

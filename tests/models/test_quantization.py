@@ -172,10 +172,10 @@ def test_files_that_are_quantised_already_are_used_as_they_are(folder, tmp_path)
     for given in (None, "nf4"):
         assert stored_as(adapted(str(tmp_path), given)) == "nf4 (bitsandbytes, scales quantised to 8 bits)"
     for given in ("fp4", {"kind": "nf4", "double": False}, "int8"):
-        with pytest.raises(ConfigError, match="quantised already"):
+        with pytest.raises(ConfigError, match="already quantised"):
             adapted(str(tmp_path), given)
     model = ModelConfig(name=str(tmp_path))
-    with pytest.raises(ConfigError, match=r"model\.peft"):
+    with pytest.raises(ConfigError, match=r"model\.adapter"):
         load_model(model, load_tokenizer(model))
 
 
@@ -230,7 +230,7 @@ def test_quantised_weights_are_not_sharded(folder, monkeypatch, args, launched, 
     """Not verified, so refused before a model is distributed; a model that is not quantised passes."""
     monkeypatch.setenv("ACCELERATE_USE_FSDP", launched)
     for model in (None, adapted(folder, "nf4")):
-        with pytest.raises(ConfigError, match=f"quantised, and private sums were not verified for {shards}"):
+        with pytest.raises(ConfigError, match=f"private sums .* {shards}"):
             refuse_sharding(model, args)
     refuse_sharding(nn.Linear(2, 2), args)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "false")

@@ -274,7 +274,7 @@ def test_a_folder_of_ordinary_training_is_an_open_point(trace, tmp_path):
         shutil.copy(one, out / start / one.name)
     model = loaded(folder=out / start)
     (point,) = check_start(model, None, False)
-    assert "a training left it there" in point and str(tmp_path) not in point
+    assert "a sign of an earlier training" in point and str(tmp_path) not in point
     assert check_start(model, None, True) == []
     public = out.rename(tmp_path / "public_pretrain")  # which a recipe trains on public text
     assert check_start(loaded(folder=public / start), None, False) == check_start(loaded(), None, False) == []

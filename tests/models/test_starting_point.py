@@ -212,11 +212,11 @@ def test_a_model_that_a_private_run_of_this_process_trained_is_refused_or_declar
     """Its weights hold the first run's steps, which the second run's ledger does not charge."""
     run = trainer(tmp_path / "a")
     run.train()
-    with pytest.raises(ConfigError, match=f"trained before, in this process, by the private run of {tmp_path / 'a'}"):
+    with pytest.raises(ConfigError, match=f"trained earlier in this process by the private run of {tmp_path / 'a'}"):
         trainer(tmp_path / "b", run.model)
     declared = trainer(tmp_path / "d", run.model, start_is_independent=True)
     declared.train()
-    assert any("trained before" in point for point in declared.privacy_report()["open_points"])
+    assert any("trained earlier" in point for point in declared.privacy_report()["open_points"])
     adapter = get_peft_model(run.model, LoraConfig(r=2, target_modules=["q_proj"]))
     with pytest.raises(ConfigError, match="trained before"):
         trainer(tmp_path / "c", adapter)
@@ -234,11 +234,11 @@ def test_a_model_that_an_adapter_of_a_private_run_was_merged_into_is_refused_or_
     with torch.no_grad():
         again.base_model.model.model.layers[0].self_attn.q_proj.lora_B["default"].weight.fill_(0.1)
     merged = get_peft_model(again.merge_and_unload(), config)
-    with pytest.raises(ConfigError, match=rf"changed, in this process, after the private run of {tmp_path / 'a'}"):
+    with pytest.raises(ConfigError, match=rf"changed in this process after the private run of {tmp_path / 'a'}"):
         trainer(tmp_path / "c", merged)
     declared = trainer(tmp_path / "d", merged, start_is_independent=True)
     declared.train()
-    assert any("changed, in this process" in point for point in declared.privacy_report()["open_points"])
+    assert any("changed in this process" in point for point in declared.privacy_report()["open_points"])
 
 
 def test_an_adapter_that_was_trained_before_is_an_open_point(tmp_path, monkeypatch):
@@ -296,7 +296,7 @@ def test_only_a_new_adapter_begins_at_nothing(config, part):
     with torch.no_grad():
         first.view(-1)[-1] += 0.5
     (point,) = check_start(model, None, False, optimizer)
-    assert f"its {part} is not that of a new one" in point
+    assert f"its {part} differs" in point
 
 
 def test_a_callback_of_ones_own_is_an_open_point(tmp_path):
@@ -309,4 +309,4 @@ def test_a_callback_of_ones_own_is_an_open_point(tmp_path):
     run = trainer(tmp_path, callbacks=[Reading()])
     run.train()
     points = [point for point in run.privacy_report()["open_points"] if "callback" in point]
-    assert len(points) == 1 and "Reading runs within training" in points[0]
+    assert len(points) == 1 and "Reading runs during training" in points[0]

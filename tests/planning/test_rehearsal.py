@@ -106,7 +106,7 @@ def test_steps_are_at_least_a_cycle_and_at_most_those_of_the_run(path):
     """All steps: then the rate is that of the run."""
     run = suggested(path, *BANDS)
     whole = shorten(run, 1000, 40)
-    assert whole.rate_factor == pytest.approx(1) and whole.words() == ["The rehearsal has all steps of the run."]
+    assert whole.rate_factor == pytest.approx(1) and whole.words() == ["The rehearsal takes all steps of the run."]
     for steps in (3, 41):
         with pytest.raises(ValueError, match="between 4"):
             shorten(run, 1000, steps)

@@ -355,7 +355,7 @@ def test_to_dict_is_json(result):
         ({"min_steps": 401}, "at least min_steps=401 steps"),
         ({"gradient_rms": -1.0}, "gradient_rms must be at least 0 and finite, got -1.0"),
         ({"gradient_rms": math.nan}, "gradient_rms must be at least 0 and finite, got nan"),
-        ({"compute": "largest"}, 'compute must be "centre", "max" or a positive number of examples, got \'largest\''),
+        ({"compute": "largest"}, "compute must be .* got 'largest'"),
         ({"compute": 0}, "compute must be"),
         ({"compute": 511}, "511 examples are less than one step of the smallest batch, 512"),
     ],
@@ -369,7 +369,7 @@ def test_bad_input_is_refused(changes, message):
 def test_a_line_without_a_usable_point_is_refused(result):
     """`recommend` never returns a point without σ."""
     without = [dataclasses.replace(point, noise_multiplier=None) for point in result.line]
-    with pytest.raises(ValueError, match="both reaches"):
+    with pytest.raises(ValueError, match="min_steps"):
         recommend(without)
 
 

@@ -315,7 +315,7 @@ def test_a_checkpoint_whose_average_lacks_a_part_is_refused(tmp_path):
     values = [json.dumps({**json.loads(text), name: value}) for name, value in edited]
     for torn in (text[:40], "[1]", text.replace('"count"', '"counts"'), *values):
         state.write_text(torn)
-        with pytest.raises(AverageError, match="version wrote"):
+        with pytest.raises(AverageError, match="was not written by this version"):
             averaging.load(checkpoint)
     state.write_text(text)
     shards[0].write_bytes(shards[0].read_bytes()[:100])

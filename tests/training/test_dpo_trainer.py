@@ -266,7 +266,7 @@ def test_options_are_refused_before_data_are_read(config, says, tmp_path):
         ({"data_collator": print}, "does not take data_collator"),
         ({"pack_rows": True}, "does not take pack_rows"),
         ({"ref_model": "gpt2"}, "ref_model is of type str"),
-        ({"eval_dataset": {"train_dataset": None}}, "the name 'train_dataset', which is that of the private pairs"),
+        ({"eval_dataset": {"train_dataset": None}}, "eval_dataset has a data set named 'train_dataset'"),
     ],
 )
 def test_arguments_that_it_sets_itself_or_cannot_use_are_refused(more, says, tmp_path):

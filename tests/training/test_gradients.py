@@ -199,7 +199,7 @@ def test_whether_the_first_row_has_a_column_does_not_decide_what_is_frozen(first
 
     run = run_of(tmp_path, TrainingRows(rows.units, rows.lengths, fetch, collate, 1))
     model, seen = Picture(), []
-    with pytest.raises(ConfigError, match="row 1 has other columns than row 0"):
+    with pytest.raises(ConfigError, match="row 1 has different columns than row 0"):
         run.freeze_unused(model, lambda model, inputs: model(**inputs).squeeze(1))
     run.attach(
         model, torch.optim.SGD(model.parameters(), lr=0.3), gradients="auto",

@@ -186,7 +186,7 @@ def test_another_key_deals_differently_and_evenly():
 @pytest.mark.parametrize(("rank", "size"), [(-1, 2), (2, 2), (0, 0)])
 def test_a_rank_that_does_not_exist_is_refused(rank, size):
     """Its share would be nobody's."""
-    with pytest.raises(ValueError, match=rf"rank is {rank} of {size} processes; 0 <= rank < size"):
+    with pytest.raises(ValueError, match=rf"rank is {rank} of {size} processes"):
         cut(UnitIndex.one_row_per_unit(3), [1, 1, 1], [0], 2, rank, size)
 
 

@@ -466,7 +466,7 @@ def test_what_only_one_thread_can_read_is_refused_before_anything_is_charged(bou
 
     functions = {"fetch": data.fetch, "collate": data.collate}
     functions[bound] = reads(functions[bound])
-    with pytest.raises(ConfigError, match=f"{bound} failed for a row by itself .*thread"):
+    with pytest.raises(ConfigError, match=f"{bound} failed for a single row .*thread"):
         run_of(tmp_path / "run", data, functions["collate"], functions["fetch"])
     assert not (tmp_path / "run" / "ledger.jsonl").exists()
     free = sqlite3.connect(path, check_same_thread=False)

@@ -88,7 +88,7 @@ def test_a_data_set_of_another_kind_is_refused(dataset, says, tmp_path):
         (None, "give exactly one of model and model_init, got neither"),
         ("org/model", "the model 'org/model' cannot be loaded .*Give a local folder, or a Hub name"),
         ("./nomodel", r"the model '\./nomodel' cannot be loaded: there is no such folder"),
-        (7, "model is of type int: give the model itself, as from_pretrained returns it"),
+        (7, "model is of type int: pass the model itself, as from_pretrained returns it"),
     ],
 )
 def test_what_is_no_model_is_refused(model, says, tmp_path):
@@ -99,8 +99,8 @@ def test_what_is_no_model_is_refused(model, says, tmp_path):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("get_train_dataloader", "and the units of a private step are drawn"),
-        ("_get_train_sampler", "and the units of a private step are drawn"),
+        ("get_train_dataloader", "the plan's sampler draws"),
+        ("_get_train_sampler", "the plan's sampler draws"),
         ("compute_loss", "Pass compute_loss_func"),
     ],
 )
@@ -276,7 +276,7 @@ def test_rows_that_moved_before_the_training_are_refused(level, move, made, tmp_
     if level == "rows" and move in ("shuffled", "sorted"):
         refuse_changed_rows(run._prepared, run.train_dataset)
         return
-    says = rf"has a different id in the column '{column}'" if move in ("shuffled", "sorted") else "rows, and had 64"
+    says = rf"has a different id in the column '{column}'" if move in ("shuffled", "sorted") else "rows, but had 64"
     with pytest.raises(ConfigError, match=says) as error:
         run.train()
     assert "\n" not in str(error.value) and "u1" not in str(error.value)

@@ -99,7 +99,7 @@ def test_a_stopped_run_says_how_many_steps_a_resume_leaves_out(tmp_path):
     for name, plan, steps in (("cut", banded, 5), ("whole", banded, 8), ("independent", plan_of(), 2)):
         ledger(tmp_path / name, steps, plan=plan)
         said[name] = to_go_on(plan, read_ledger(tmp_path / name / LEDGER_FILE))
-    command = ("to go on", "the same command with train.resume_from_checkpoint=auto")
+    command = ("to continue", "the same command with train.resume_from_checkpoint=auto")
     assert said["whole"] == said["independent"] == [command]
     assert said["cut"] == [
         command,
@@ -115,4 +115,6 @@ def test_a_stopped_run_that_cannot_go_on_says_why(tmp_path):
     plan = banded_plan(4)
     ledger(tmp_path, 1, plan=plan)
     ((name, words),) = to_go_on(plan, read_ledger(tmp_path / LEDGER_FILE))
-    assert name == "to go on" and words.startswith("not possible: ") and "no further step stays within ε = 8" in words
+    assert (
+        name == "to continue" and words.startswith("not possible: ") and "no further step stays within ε = 8" in words
+    )

@@ -422,7 +422,7 @@ def _with_optimizer(model):
 def test_only_the_outstanding_draw_is_stepped_over_and_once(tmp_path):
     """Chosen units, a draw that was used, one that was changed and an older one are refused."""
     run, _, optimizer = attached(tmp_path, plan_of(num_steps=6))
-    with pytest.raises(DrawError, match="draw to step"):
+    with pytest.raises(DrawError, match="No draw is outstanding"):
         run.step(np.arange(8), loss_of)
     first = next(run.draws(1))
     for other in (np.arange(8), np.repeat(first[:1], 50), first[::-1], first[1:], np.arange(UNITS)):
@@ -435,7 +435,7 @@ def test_only_the_outstanding_draw_is_stepped_over_and_once(tmp_path):
     run.step(first, loss_of)
     optimizer.step()
     optimizer.zero_grad()
-    with pytest.raises(DrawError, match="this one was used"):
+    with pytest.raises(DrawError, match="already used"):
         run.step(first, loss_of)
     seen, kept = next(run.draws(1)), next(run.draws(1))
     with pytest.raises(DrawError, match="outstanding"):
@@ -525,7 +525,7 @@ def test_a_second_run_on_the_ledger_of_one_with_correlated_noise_is_refused(tmp_
     ledger = ledger_of(tmp_path / "banded", plan)
     run = PrivateRun(plan, rows_of(), ledger)
     next(run.draws(1))
-    with pytest.raises(ConfigError, match="ledger already"):
+    with pytest.raises(ConfigError, match="already uses this ledger"):
         PrivateRun(plan, rows_of(), ledger)
     plain = plan_of()
     ledger = ledger_of(tmp_path / "plain", plain)
@@ -661,8 +661,8 @@ def test_a_run_with_discrete_noise_passes_the_guard_and_says_what_is_proved(tmp_
 @kills(
     "a model is attached in the place of the attached one",
     "dpllm/training/run.py",
-    '        if self._attached is not None:\n            raise ConfigError("A model is attached to the run: call',
-    '        if False:\n            raise ConfigError("A model is attached to the run: call',
+    '        if self._attached is not None:\n            raise ConfigError("A model is already attached',
+    '        if False:\n            raise ConfigError("A model is already attached',
 )
 def test_another_model_is_attached_after_detach_only(tmp_path):
     """Otherwise nobody compares its weights with those that the run left. The run goes on with the first one."""
@@ -682,7 +682,7 @@ def test_another_model_is_attached_after_detach_only(tmp_path):
 @kills(
     "a run is attached to a model that another run holds",
     "dpllm/training/attached.py",
-    "        refuse_clipped(inside.modules())  # now, before a draw is charged\n",
+    "        refuse_clipped(inside.modules())  # before a draw is charged\n",
     "",
 )
 @pytest.mark.parametrize("gradients", ["ghost", "per_unit"])

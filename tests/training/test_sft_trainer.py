@@ -137,8 +137,8 @@ def test_pieces_of_longer_texts_need_the_number_of_their_text(tmp_path):
         ({"eval_packing": True}, "eval_packing=True"),
         ({"activation_offloading": True}, r"activation_offloading=True.*gradient_checkpointing=True"),
         ({"router_aux_loss_coef": 0.1}, r"router_aux_loss_coef=0.1.*tokens of all rows"),
-        ({"chat_template_path": "nowhere"}, r"no Jinja file.*trl\.clone_chat_template"),
-        ({"eos_token": "nothing"}, "eos_token='nothing' is no token"),
+        ({"chat_template_path": "nowhere"}, r"chat_template_path='nowhere'.*trl\.clone_chat_template"),
+        ({"eos_token": "nothing"}, "eos_token='nothing'"),
         ({"max_length": "5"}, "max_length must be a whole number"),
         ({"max_length": -1}, "max_length must be at least 2"),
         ({"truncation_mode": "keep_middle"}, "truncation_mode must be one of 'keep_start', 'keep_end'"),
@@ -161,9 +161,9 @@ def test_options_are_refused_before_data_are_read(config, says, tmp_path):
     [
         ({"compute_loss_func": print}, "DPSFTTrainer does not take compute_loss_func"),
         ({"data_collator": print}, "DPSFTTrainer does not take data_collator"),
-        ({"peft_config": {"r": 2}}, "peft_config is of type dict: pass a configuration of PEFT"),
+        ({"peft_config": {"r": 2}}, "peft_config is of type dict"),
         ({"processing_class": "gpt2"}, r"processing_class is of type str"),
-        ({"model": torch.nn.Linear(2, 2)}, r"trains causal language models, and this is a Linear"),
+        ({"model": torch.nn.Linear(2, 2)}, r"trains causal language models, but this is a Linear"),
         ({"model": 3}, "model is of type int"),
     ],
 )
@@ -205,7 +205,7 @@ def test_a_template_that_does_not_mark_the_assistant_is_replaced_or_refused(tmp_
     """TRL has marking versions of well-known templates only."""
     marked, private = {"assistant_only_loss": True}, trl_data.privacy(8)
     plain = trl_data.TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-    with pytest.raises(ConfigError, match=r"does\. Write"):
+    with pytest.raises(ConfigError, match=r"does\. Put"):
         sft(tmp_path, trl_data.Unread(), config=marked, processing_class=trl_data.tokenizer(plain), privacy=private)
     with pytest.raises(ConfigError, match="chat_template_path"):
         sft(tmp_path, trl_data.Unread(), config=marked, processing_class=trl_data.tokenizer(None), privacy=private)

@@ -250,7 +250,7 @@ def test_the_average_is_saved_while_the_last_weights_are_in_the_model(tmp_path):
 @kills(
     "without the callback that attaches, a draw is charged first",
     "dpllm/training/trainer.py",
-    "        self._attach()  # `LastCallback` has, unless somebody removed it\n",
+    "        self._attach()  # has no effect unless somebody removed `LastCallback`\n",
     "",
 )
 def test_a_trainer_without_its_callbacks_trains_as_well(tmp_path):

@@ -245,7 +245,7 @@ def test_own_names_of_columns(tmp_path, folder):
 
 MISTAKES = {
     "no tokenizer": ({"processing_class": None}, "columns text and no 'input_ids', so its texts need a tokenizer"),
-    "tokenizer as a name": ({"processing_class": "gpt2"}, r"processing_class is the text 'gpt2': pass the tokenizer"),
+    "tokenizer as a name": ({"processing_class": "gpt2"}, r"processing_class is the string 'gpt2': pass the tokenizer"),
     "processor": ({"processing_class": object()}, "processing_class is of type object, and the texts"),
     "no arguments": ({"args": None}, r"args is missing: pass transformers\.TrainingArguments\(output_dir="),
     "arguments as a dictionary": ({"args": {"output_dir": "x"}}, "args is of type dict"),
@@ -258,8 +258,11 @@ MISTAKES = {
     "missing": ({"privacy": {"clip_norm": 1.0}}, "missing key 'privacy.expected_batch_size'; it has no default"),
     "value": ({"privacy": {**PRIVACY, "clip_norm": -1}}, "section 'privacy': clip_norm must be > 0, got -1"),
     "no data": ({"train_dataset": None}, "train_dataset is missing: pass rows"),
-    "texts": ({"train_dataset": TEXTS}, r"Row 0 of train_dataset is a text, .* \[\{'text': text\} for text in texts\]"),
-    "evaluation texts": ({"eval_dataset": TEXTS}, "Row 0 of eval_dataset is a text"),
+    "texts": (
+        {"train_dataset": TEXTS},
+        r"Row 0 of train_dataset is a string, .* \[\{'text': text\} for text in texts\]",
+    ),
+    "evaluation texts": ({"eval_dataset": TEXTS}, "Row 0 of eval_dataset is a string"),
     "stream": (
         {"train_dataset": Dataset.from_list(CASES["text"]).to_iterable_dataset()},
         r"of type IterableDataset.* draw from all N units at random.*Dataset\.from_list\(list\(stream\)\)",
@@ -277,7 +280,7 @@ MISTAKES = {
         "train_dataset has two answers for each prompt: use dpllm.DPDPOTrainer",
     ),
     "no text": ({"train_dataset": [{"text": 7}]}, "train_dataset: column 'text' holds int64, but text is needed"),
-    "collator": ({"data_collator": list}, "raw columns, .* and a data_collator is given as well"),
+    "collator": ({"data_collator": list}, "raw columns, .* but a data_collator"),
     "two models": ({"model_init": list}, "give exactly one of model and model_init, got both"),
     "adapter": ({"peft_config": {"r": 2}}, r"peft_config is of type dict: pass .*LoraConfig"),
     "module": ({"peft_config": LoraConfig(target_modules=["query"])}, "peft_config: target_modules names 'query'"),
@@ -285,7 +288,7 @@ MISTAKES = {
         {"peft_config": LoraConfig(target_modules=["q_proj"], init_lora_weights="corda", corda_config=CordaConfig())},
         "peft_config: init_lora_weights='corda' starts from statistics of the private data",
     ),
-    "names without classes": ({"data": {"class_names": ["a", "b"]}}, "names classes, and a LlamaForCausalLM has none"),
+    "names without classes": ({"data": {"class_names": ["a", "b"]}}, "names classes, but a LlamaForCausalLM has none"),
 }
 
 
@@ -430,7 +433,7 @@ def test_metrics_are_computed_and_counted(tmp_path, folder, public):
     assert counted.get("evaluation during training", 0) == (not public)
     assert counted.get("evaluation on private rows, before or after training", 0) == (not public)
     assert counted["predictions on private rows"] == 1
-    points = [point for point in run.privacy_report()["open_points"] if "computes metrics within training" in point]
+    points = [point for point in run.privacy_report()["open_points"] if "computes metrics during training" in point]
     assert [point.split()[2] for point in points] == ([] if public else ["accuracy", best.__qualname__])
 
 

@@ -1,8 +1,8 @@
 """Facts that must be identical on every process, since they determine its computation.
 
-Place in the flow: `dpllm.training.run` compares them (`dpllm.engines.processes.Processes.agree`). It compares training
-arguments before data are read, software and rows when a run begins, model and optimizer when they are attached. All
-facts are texts or numbers that do not depend on Python's hash seed or on memory addresses.
+`dpllm.training.run` compares them (`dpllm.engines.processes.Processes.agree`): training arguments before data are read,
+software and rows when a run begins, model and optimizer when they are attached. All facts are strings or numbers that
+do not depend on Python's hash seed or on memory addresses.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from dpllm.training.checks.repeatable import same_randomness
 
 _PACKAGES = ("numpy", "torch", "transformers", "peft", "accelerate", "deepspeed", "bitsandbytes")
 _BLOCK = 1 << 20  # lengths hashed together
-_SAMPLE = 256  # the fewest rows that are compared of large data
-_COLLATED = 8  # rows compared after collation, which finds another tokenizer or padding token on one machine
+_SAMPLE = 256  # the smallest number of rows of large data to compare
+_COLLATED = 8  # rows compared after collation, which detects a different tokenizer or padding token on one machine
 _TOKENS = 1 << 25  # most tokens compared, which takes seconds; of larger data, evenly spaced rows are compared
 _FETCHED = 1024  # rows fetched together
 _STATE = 0  # seed of the random generators while rows are read, for transforms and collators that draw numbers
@@ -130,7 +130,7 @@ def contents(lengths: np.ndarray, fetch: Callable[[np.ndarray], Sequence[Any]]) 
 def first_other(
     lengths: np.ndarray, fetch: Callable[[np.ndarray], Sequence[Any]], of: Callable[[Any], Any]
 ) -> int | None:
-    """Return the number of the first row for which `of` returns another value than for row 0; None: there is none.
+    """Return the number of the first row for which `of` differs from row 0; None: there is none.
 
     The arguments are those of `contents`, which reads the same rows, and a function of a row.
     """
@@ -141,7 +141,7 @@ def first_other(
 
 
 def _read(lengths: np.ndarray, fetch: Callable[[np.ndarray], Sequence[Any]]) -> Iterator[tuple[int, Any]]:
-    """Yield all rows with their numbers if they have at most 2^25 tokens; else evenly spaced ones with this many."""
+    """Yield all rows with their numbers if they have at most 2^25 tokens, or else evenly spaced ones with that many."""
     total = max(1, int(lengths.sum()))
     count = len(lengths) if total <= _TOKENS else max(_SAMPLE, len(lengths) * _TOKENS // total)
     numbers = _spaced(len(lengths), count)
@@ -150,7 +150,7 @@ def _read(lengths: np.ndarray, fetch: Callable[[np.ndarray], Sequence[Any]]) -> 
 
 
 def collated(length: int, fetch: Callable, collate: Callable) -> str:
-    """Return a hash of eight rows after collation, each by itself.
+    """Return a hash of eight rows after collation, each collated separately.
 
     Raises:
         ConfigError: the collator does not return the inputs by name.
@@ -167,7 +167,7 @@ def _spaced(length: int, count: int) -> np.ndarray:
 
 
 def _add(digest: Any, value: Any) -> None:
-    """Add a row or the inputs made of it to a hash."""
+    """Add a row or the inputs made from it to a hash."""
     if isinstance(value, Mapping):
         for name in sorted(value, key=str):
             digest.update(f"{name}:".encode())
@@ -186,7 +186,7 @@ def _add(digest: Any, value: Any) -> None:
     elif isinstance(value, list | tuple):
         for item in value:
             _add(digest, item)
-    elif isinstance(value, np.ndarray):  # of objects or text
+    elif isinstance(value, np.ndarray):  # objects or text
         _add(digest, value.tolist())
     else:
         digest.update(described(value).encode())

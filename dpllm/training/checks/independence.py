@@ -1,23 +1,23 @@
-"""Independence of rows, by value: a row's loss and gradient are the same alone and with other rows.
+"""Check by value that rows are independent: a row's loss and gradient are the same alone and with other rows.
 
-Place in the flow: before a private step, on the same engine; `dpllm.training.run` asks at steps 1, 2, 4, 8, … of a
-process and at the last of the plan.
-Clipping bounds a unit's contribution; this bounds the change of the sum only if no row changes the contributions of
-others. A gradient shows some (`dpllm.ghost.weights_check`), a comparison of values shows the rest: padding that the
-model reads, losses divided by counts of the batch, detached statistics, scales chosen over all rows, and state that is
-carried from one microbatch to the next. Where numbers are drawn, couplings that occur at random, in some microbatches
-only, are searched with several random states. State that a loss or a model carries from call to call shows when the
-shortest row is run again after all others.
-Random numbers that rows share leave every row's own distribution unchanged: `dpllm.training.checks.sharing`.
+`dpllm.training.run` runs the check before a private step, on the same engine, at steps 1, 2, 4, 8, … of a process and
+at the last step of the plan.
+Clipping bounds a unit's contribution, but the change of the sum only if no row changes the contributions of
+others. A gradient shows some couplings (`dpllm.ghost.weights_check`). A comparison of values shows the rest: padding
+that the model reads, losses divided by counts of the batch, detached statistics, scales chosen over all rows, and state
+that is carried from one microbatch to the next. Where random numbers are drawn, couplings that occur only in some
+microbatches are searched for with several random states. State that a loss or a model carries from call to call shows
+when the shortest row is run again after all others.
+Random numbers that rows share leave each row's own distribution unchanged: see `dpllm.training.checks.sharing`.
 
-A microbatch of very unequal lengths is made for it (`dpllm.training.checks.row_sample`). The shortest row is run alone,
-then beside other rows, then beside replaced, longer rows in another order, once beside its equal; each row is a
-separate unit, and dropout is off (`dpllm.training.checks.repeatable.Repeatable`). The passes are not part of the
-mechanism: nothing of them is kept. They call the user's loss, collator and data set as a training calls them, and write
-into none of their objects.
+The check uses a microbatch of very unequal lengths (`dpllm.training.checks.row_sample`). The shortest row is run alone,
+then in a batch with other rows, then with replaced, longer rows in a different order, and once with an identical row.
+Each row is a separate unit, and dropout is off (`dpllm.training.checks.repeatable.Repeatable`). The passes are not part
+of the mechanism, and none of their results is kept. They call the user's loss, collator and data set as a training
+does, and write into none of their objects.
 
 A difference in steps 1 to 8 of a process is an error, and nothing of the step is computed. A later one is an open point
-of the report, because the steps of a long run are paid for: the run goes on, and `push` refuses until people have
+of the report, because the steps of a long run are paid for: the run continues, and `push` refuses until people have
 answered the point.
 
 Shape suffixes: B rows.
@@ -91,15 +91,15 @@ _UNCHANGED = {torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view}
 def float64_operations() -> Iterator[None]:
     """Compute each operation of the block in float64 and round its results to the dtypes they have outside of it.
 
-    Passes that differ by more than the bound are repeated so, to find out whether the difference is rounding. A matrix
-    product may add the terms of a row in a different order for one row than for many, and an ill-conditioned model
-    amplifies the rounding error, for instance in an RMSNorm of a short vector. In a small Llama with random LoRA
+    Passes that differ by more than the bound are repeated like this, to find out whether the difference is rounding. A
+    matrix product may add the terms of a row in a different order for one row than for many, and an ill-conditioned
+    model amplifies the rounding error, for instance in an RMSNorm of a short vector. In a small Llama with random LoRA
     factors, the float32 gradients of a row alone and with others differ by up to 1.5e-3, while its losses agree to
-    1e-7. The norms are those of these gradients to 1e-7.
+    1e-7. The norms match those of these gradients to 1e-7.
 
     The order of terms within an operation then changes its result only where the float64 values lie on two sides of a
-    rounding boundary: about one number in 10^7. A function of other rows remains one: each operation reads the same
-    tensors and returns the same dtypes. Rounding between operations remains, too: a loss that adds rows in chunks
+    rounding boundary: about one number in 10^7. A dependence on other rows remains visible: each operation reads the
+    same tensors and returns the same dtypes. Rounding between operations remains, too: a loss that adds rows in chunks
     differs as before.
 
     Operations that PyTorch does not define, and those without a float64 kernel, run as they are. Views, random numbers
@@ -132,7 +132,7 @@ class _Float64(TorchDispatchMode):
 
 
 def _in_float64(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Return the results of an operation in float64; None if it stays as it is."""
+    """Return the results of an operation in float64; None if it is left unchanged."""
     tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
     if func.namespace != "aten" or func.is_view or not _UNCHANGED.isdisjoint(func.tags):
         return None
@@ -159,35 +159,35 @@ def _is_narrow(one: Tensor) -> bool:
 
 
 FIRST, LATER = (4, 1 / 16, 64), (2, 1 / 64, 16)
-"""Number of rows run together in the first check of a process and in later ones: the fewest, the share of a step's
+"""Number of rows run together in the first check of a process and in later ones: the least, the share of a step's
 rows, and the most. A run of 100 steps has eight checks (benchmarks/results.md has their cost)."""
 CHANCES = 8
 """Random states of the first check: a coupling in at least one of eight microbatches is found with certainty."""
 FIRST_CALLS = 16
-"""More calls of the collator in the first check, for what changes slowly with its calls."""
+"""Further collator calls in the first check, to find effects that change slowly with its calls."""
 REFUSED = 8
-"""Checks refuse in these first steps of a process. A later difference comes from something that changes during
-training, or from rounding in weights that have grown."""
+"""A check raises an error in these first steps of a process. A later difference comes from something that changes
+during training, or from rounding in weights that have grown."""
 _Result = TypeVar("_Result")
 Results = list[list[Seen]]
 """Results of passes: only those within a list are compared with each other."""
 logger = logging.getLogger(__name__)
 
 CHOSEN = (
-    "The model's configuration changed while rows passed through it: {names}. The model chose the value by the rows "
-    "that came first, config.json would publish it, and all later rows follow it, so ε would not hold. Set it in "
+    "The model's configuration changed while rows passed through it: {names}. The model chose the value from the first "
+    "rows, config.json would publish it, and it affects all later rows, so ε would not hold. Set it in "
     "model.config before the run is attached"
 )
 LATE = (
     "The check of rows before step {step} since the start or resume found that {finding}. The checks of the first 8 "
-    "steps had passed, so the run went on, and ε may not hold for its later steps. Find out what changed during the "
+    "steps had passed, so the run continued, and ε may not hold for its later steps. Find out what changed during the "
     "training (a loss, a collator, a callback, or rounding of larger weights), and release the model only if rounding "
     "explains the difference"
 )
 ROUNDED = (
     "The rounding error of this model is larger than the check of rows allows: a row's gradient alone differed from "
-    "its gradient beside other rows, and no longer did with operations in float64. ε is that of exact arithmetic, and "
-    "by rounding the gradients of other units depend a little on whether a unit is present. Say why this is "
+    "its gradient in a batch, but not with operations in float64. ε assumes exact arithmetic, and "
+    "with rounding, other units' gradients depend slightly on whether a unit is present. Explain why this is "
     "acceptable, or train with wider floats or a better conditioned model"
 )
 
@@ -195,11 +195,11 @@ ROUNDED = (
 class IndependenceCheck:
     """Comparison of rows alone and with others, before steps 1, 2, 4, 8, … of a process and before the last step.
 
-    Guarantee: a check that passes leaves no gradient, no sum, no charge and no random state behind. All processes
-    run the same number of passes and reach the same verdict. After `REFUSED` steps the verdict is an open point.
+    Guarantee: a check that passes leaves no gradient, sum, charge or random state behind. All processes
+    run the same number of passes and reach the same verdict. After `REFUSED` steps, the verdict is an open point.
 
     Args:
-        clipper: attached to the model; it may not hold rows of a unit.
+        clipper: attached to the model; it may not store rows of an unfinished unit.
         model: the module that computes the losses.
         rows: rows of the run.
         engine: engine of the run.
@@ -219,9 +219,9 @@ class IndependenceCheck:
         units = rows.units
         self._per_step = expected_batch_size * units.num_rows / max(1, units.num_units) / engine.processes.size
         self._steps, self._has_failed = 0, False
-        self._must_pass = True  # the last check of the first `REFUSED` steps has not passed
-        self._places: set[str] = set()  # in the code, and generators, from which numbers were drawn
-        self._late: set[str] = set()  # findings of late checks that have an open point
+        self._must_pass = True  # until the last check of the first `REFUSED` steps has passed
+        self._places: set[str] = set()  # places in the code, and generators, from which numbers were drawn
+        self._late: set[str] = set()  # findings of late checks that already have an open point
         self.last: Differences | None = None
         self.points: list[str] = []
         self.is_drawn = False
@@ -235,19 +235,20 @@ class IndependenceCheck:
     ) -> None:
         """Check, if a check is due before this step. Called by all processes together.
 
-        After a refusal every step has a check as complete as the first, until one passes.
+        After a refusal, every step has a check as complete as the first, until one passes.
 
         Args:
-            loss_of: a microbatch's inputs to one loss per row (B,).
-            max_tokens: the most tokens of a microbatch, padding included. None: as many as ``rows.max_rows`` have.
-            is_last: whether the step is the last one of the plan; then a loss function that changed is found.
-            source: the user's function in ``loss_of``, which is searched for a random generator of its own. None:
+            loss_of: computes one loss per row (B,) from a microbatch's inputs.
+            max_tokens: the largest number of tokens of a microbatch, padding included. None: bounded by
+                ``rows.max_rows`` only.
+            is_last: whether the step is the last one of the plan; the check then also finds a changed loss function.
+            source: the user's function in ``loss_of``, which is searched for its own random generator. None:
                 ``loss_of``.
 
         Raises:
             IndependenceError: rows are not independent, in the first `REFUSED` steps; the same message on every
                 process.
-            GhostError: the losses or the model are refused by the clipper.
+            GhostError: the clipper refuses the losses or the model.
         """
         self._steps += 1
         if self._steps & (self._steps - 1) and not is_last and not self._has_failed:
@@ -271,7 +272,7 @@ class IndependenceCheck:
                     parameter.grad = None
 
     def _note_late(self, finding: str) -> None:
-        """Make an open point of each kind of difference that is found after `REFUSED` steps, once."""
+        """Add an open point for each kind of difference found after `REFUSED` steps, once."""
         if finding in self._late:
             return
         self._late.add(finding)
@@ -281,7 +282,7 @@ class IndependenceCheck:
             logger.warning("%s. PrivateRun.row_differences has the figures of the last check, which are private", point)
 
     def _check(self, loss_of: Callable, max_tokens: int | None, first: bool, source: Any) -> None:
-        """Compare rows, and the model's configuration, before and after it."""
+        """Compare the rows, and the model's configuration before and after that."""
         config = _config_of(self._model)
         kind = own_generator(source)
         self._refuse(None if kind is None else OWN_GENERATOR.format(who="The loss", what=kind))
@@ -291,7 +292,7 @@ class IndependenceCheck:
         self._refuse(CHOSEN.format(names=", ".join(names)) if names else None, "the model's configuration changed")
 
     def _compare(self, loss_of: Callable, max_tokens: int | None, first: bool) -> None:
-        """Run the passes. Which ones follow is decided for all processes together."""
+        """Run the passes. All processes together decide which ones follow."""
         self.last = None
         (passes, worst), differ = self._agreed(
             lambda: self._measured(loss_of, max_tokens, first), lambda measured: measured[1] is not None
@@ -308,17 +309,17 @@ class IndependenceCheck:
                     finding_of(worst, tolerance),
                 )
             )
-            self._refuse(*words)  # None: the message of another process
+            self._refuse(*words)  # None: the message comes from another process
 
     def _compare_numbers(
         self, passes: Passes, worst: tuple[Seen, Seen] | None, differ: list[bool], first: bool
     ) -> tuple[tuple[Seen, Seen] | None, list[bool]]:
-        """Judge random numbers of the model or the loss; return what differs for another reason than these.
+        """Judge the random numbers of the model or the loss; return a difference with another cause.
 
         Args:
-            passes: of the check.
-            worst: what differs most on this process.
-            differ: whether something does, on each process.
+            passes: passes of the check.
+            worst: the largest difference on this process.
+            differ: whether there is a difference, on each process.
             first: whether the check is as complete as the first one of a process.
         """
         gather, new = self._engine.processes.gather, passes.places - self._places
@@ -354,11 +355,11 @@ class IndependenceCheck:
     def _measured(
         self, loss_of: Callable, max_tokens: int | None, first: bool
     ) -> tuple[Passes, tuple[Seen, Seen] | None]:
-        """Return the passes over rows drawn for them (fewer rows if memory runs out), and what differs most."""
+        """Return the passes over freshly drawn rows (fewer if memory runs out), and the largest difference."""
         wanted = _rows_wanted(self._per_step, first)
         crowd = min(FIRST[2], math.ceil(self._per_step)) if first else 0
         while True:
-            maker = RowMaker(self._rows, seed_between(0, 1))  # of different numbers than the last check
+            maker = RowMaker(self._rows, seed_between(0, 1))  # with different random numbers than the last check
             try:
                 sample = Sample.draw(self._rows, maker, max_tokens, wanted, first, crowd)
                 self._check_making(maker, sample, first)
@@ -374,7 +375,7 @@ class IndependenceCheck:
             if self._engine.lockstep or max(wanted, crowd) <= 1:
                 raise MicrobatchTooLargeError(
                     f"Memory ran out on {max(wanted, crowd)} row(s) while the independence of rows was measured. "
-                    "Give a smaller microbatch.tokens (in the Trainer max_tokens_per_microbatch) or "
+                    "Set a smaller microbatch.tokens (in the Trainer max_tokens_per_microbatch) or "
                     f"per_device_train_batch_size, or shorten the rows (data.max_length). "
                     f"Error of the device: {message}"
                 )
@@ -384,7 +385,7 @@ class IndependenceCheck:
                 wanted //= 2
 
     def _check_making(self, maker: RowMaker, sample: Sample, first: bool) -> None:
-        """Check that rows are made of their own records only.
+        """Check that each row is made only from its own record.
 
         Raises:
             IndependenceError: the data set or the collator carries something from one row to the next, or the collator
@@ -399,16 +400,16 @@ class IndependenceCheck:
         self.is_drawn |= maker.is_drawn
 
     def _judged(self, passes: Passes, run: Callable[[], Results]) -> tuple[Seen, Seen] | None:
-        """Return the two results of one row that differ most, None if none differ by more than rounding.
+        """Return the two results of one row that differ most; None if none differ by more than rounding.
 
-        Where rounding may be larger than the bound, as in an ill-conditioned model, a difference is rounding if it
-        vanishes in float64 and comes back without it; it is then an open point of the report. The second half finds
+        Where rounding may exceed the bound, as in an ill-conditioned model, a difference counts as rounding if it
+        vanishes in float64 and returns without it; it is then an open point of the report. The second condition finds
         code that treats rows differently once, or for a while. Passes that communicate with other processes are not
         repeated: there, every difference counts.
 
         Args:
-            passes: of the check.
-            run: makes the passes that are compared, the same ones each time.
+            passes: passes of the check.
+            run: repeats the passes that are compared, the same ones each time.
         """
         results = run()
         worst = passes.differing(results)
@@ -439,22 +440,23 @@ class IndependenceCheck:
 class Passes:
     """The passes of one check, through model, loss and clipper.
 
-    Each row is made once, and dpllm puts rows together, so passes differ in nothing but company.
+    Each row is made once, and dpllm combines rows, so passes differ only in the other rows of the batch.
 
     Args:
-        clipper: attached to the model; it may not hold rows of a unit.
+        clipper: attached to the model; it may not store rows of an unfinished unit.
         model: the module that computes the losses.
         rows: rows of the run.
-        loss_of: a microbatch's inputs to one loss per row (B,).
+        loss_of: computes one loss per row (B,) from a microbatch's inputs.
         maker: made the rows of the sample; passes use its random state.
         sample: rows of the check.
-        max_tokens: the most tokens of a microbatch, padding included. None: as many as ``rows.max_rows`` have.
+        max_tokens: the largest number of tokens of a microbatch, padding included. None: bounded by ``rows.max_rows``
+            only.
         in_lockstep: whether other processes run the same passes.
 
     Attributes:
         places: places in the code, and generators, from which any pass drew numbers.
-        varies: whether a pass drew other numbers than those of dropout, which is off.
-        not_held: random numbers that differ between passes and change the result, in words.
+        varies: whether a pass drew random numbers other than for dropout, which is off.
+        not_held: description of the random numbers that differ between passes and change the result.
     """
 
     def __init__(
@@ -468,7 +470,7 @@ class Passes:
         max_tokens: int | None,
         in_lockstep: bool,
     ) -> None:
-        """Run no pass yet."""
+        """Store the arguments; no pass runs yet."""
         self._clipper, self._model, self._rows, self._loss_of = clipper, model, rows, loss_of
         self._maker, self._sample, self._max_tokens, self._in_lockstep = maker, sample, max_tokens, in_lockstep
         trained = [parameter.dtype for parameter in clipper.parameters.values()]
@@ -488,8 +490,8 @@ class Passes:
         """
         sample, seen = self._sample, []
         self._maker.make_again(sample.short)  # a loss may read what the collator has stored
-        if first and not self._in_lockstep:  # a loss that treats a row by those before does so from the first pass on
-            with contextlib.suppress(Exception):  # the passes that follow say why
+        if first and not self._in_lockstep:  # a loss that depends on earlier rows does so from the first pass on
+            with contextlib.suppress(Exception):  # the following passes report why
                 seen += self.run(sample.alone).seen
         if first and sample.together is not None and not self._has_probed:
             self._probe(sample.together)
@@ -498,7 +500,7 @@ class Passes:
         for other in sample.between[: 1 if self._in_lockstep else None]:
             self._maker.make_again(other)  # as a step makes other rows before this one passes
             seen += self.run(Company((sample.short,), "alone, after all other rows")).seen
-        for _ in range(FIRST_CALLS if first else 2):  # what changes with every second call, or slowly
+        for _ in range(FIRST_CALLS if first else 2):  # finds what changes with every second call, or slowly
             self._maker.make_again(sample.longest)
         return [seen]
 
@@ -508,7 +510,7 @@ class Passes:
         return [[one for company in companies for one in self.run(company, seed).seen] for seed in seeds]
 
     def _probe(self, company: Company) -> None:
-        """Measure that losses have no gradient in other rows; see `dpllm.ghost.UnitClipper.check_rows`."""
+        """Check that losses have no gradient in other rows; see `dpllm.ghost.UnitClipper.check_rows`."""
         inputs, index = self._batch(company), torch.arange(len(company.numbers))
         with self._repeatable(self._maker.seed) as mode, mode:
             self._clipper.check_rows(lambda: self._losses(inputs), index)
@@ -519,7 +521,7 @@ class Passes:
         start, one, other = self._maker.seed, seed_between(0.0, 0.5), seed_between(0.5, 1.0)
         passes = [self.run(self._sample.alone, seed, start) for seed in (one, other, one)]
         first, second, again = (done.seen for done in passes)
-        # If the same numbers give another result, that is state.
+        # A different result with the same numbers comes from state, not from randomness.
         is_random = self.differing([first + second]) is not None and self.differing([first + again]) is None
         names = not_held(passes[-1].draws, passes[-1].moved) or ["from PyTorch's global generator"]
         self.not_held = ", ".join(names) if is_random else ""
@@ -533,17 +535,17 @@ class Passes:
 
     def copies(self, count: int, numbers: Numbers) -> Pass:
         """Return one pass over copies of the shortest row, for `Sharing`."""
-        return self.run(Company((self._sample.short,) * count, "beside its copies"), numbers=numbers)
+        return self.run(Company((self._sample.short,) * count, "in a batch of its copies"), numbers=numbers)
 
     def reads_padding(self, first: Seen, other: Seen) -> bool | None:
-        """Return whether a row alone, padded as beside the others, has the result that it has beside them.
+        """Return whether a row alone, padded as in the batch, has the result that it has in the batch.
 
         Args:
             first: its result alone.
-            other: its result beside the others.
+            other: its result in the batch.
 
         Returns:
-            None if that is not known: rows are packed, or other processes would have to run the same pass.
+            None if that is unknown: rows are packed, or other processes would have to run the same pass.
         """
         alone, size = first.company, len(other.company.numbers)
         if self._in_lockstep or self._rows.packed or size == 1 or len(alone.numbers) > 1:
@@ -569,10 +571,10 @@ class Passes:
 
         Args:
             company: the rows.
-            seed: seed of the global generators. None: that of the rows.
+            seed: seed of the global generators. None: the rows' seed.
             start: seed of the numbers given by `Repeatable`. None: ``seed``.
-            numbers: other numbers.
-            inputs: of these rows, padded in another way.
+            numbers: changed random numbers.
+            inputs: the inputs of these rows, padded differently.
         """
         seed = self._maker.seed if seed is None else seed
         inputs = self._batch(company) if inputs is None else inputs
@@ -603,7 +605,7 @@ class Passes:
         return Pass(seen, mode.draws, moved)
 
     def differing(self, results: Results) -> tuple[Seen, Seen] | None:
-        """Return the pair of results of a row that differs most, of the first list with one beyond rounding."""
+        """Return the pair of results of a row that differs most, from the first list with one beyond rounding."""
         counting, bound = counting_norm(self._clipper), self.bound()
         pairs = (compare(seen, counting, bound)[1] for seen in results)
         return next((pair for pair in pairs if pair is not None), None)
@@ -613,16 +615,16 @@ class Passes:
         return self._precision.bound()
 
     def _too_short(self, row: int, error: Exception) -> str:
-        """Return the message for a row that the model accepts beside longer rows, but not alone."""
+        """Return the message for a row that the model accepts in a batch with longer rows, but not alone."""
         return (
-            f"A row of {int(self._rows.lengths[row])} tokens passes through the model beside longer rows but "
+            f"A row of {int(self._rows.lengths[row])} tokens passes through the model together with longer rows but "
             f"not alone ({type(error).__name__}: {error}), so its result depends on its padding, or on random numbers "
-            "for which the loss fails. A unit then cannot be bounded, and ε would not hold. Leave out rows this short, "
-            "pad all rows to one length in the collator, or correct the branch of the loss"
+            "for which the loss fails. A unit's influence then cannot be bounded, and ε would not hold. Leave out rows "
+            "this short, pad all rows to one length in the collator, or correct the branch of the loss"
         )
 
     def _losses(self, inputs: Mapping[str, Any]) -> Tensor:
-        # Own memory: the model or the loss may write into its inputs, and a row passes several times.
+        # A copy: the model or the loss may write into its inputs, and a row passes several times.
         return self._loss_of(send(own_copy(inputs), device_of(self._clipper)))
 
     def _batch(self, company: Company) -> Mapping[str, Any]:
@@ -630,14 +632,14 @@ class Passes:
 
     @contextlib.contextmanager
     def _repeatable(self, seed: int, start: int | None = None, numbers: Numbers | None = None) -> Iterator[Repeatable]:
-        """Enter a random state in which a mode holds the numbers of a pass, and return the mode."""
+        """Enter a random state in which a mode fixes the numbers of a pass, and return the mode."""
         as_written = _as_written(self._model)  # a compiled graph hides its random numbers
         with as_written, randomness(seed, numbers or Numbers()):
             mode = Repeatable(self._rows.packed, seed if start is None else start, numbers)
             try:
                 yield mode
             finally:
-                self._clipper.forget()  # also an aborted pass
+                self._clipper.forget()  # also after an aborted pass
         self._precision.dtype = max(self._precision.dtype, mode.coarsest, key=lambda dtype: torch.finfo(dtype).eps)
 
 
@@ -663,7 +665,7 @@ def _rows_wanted(per_step: float, first: bool) -> int:
 
 
 def _config_of(model: nn.Module) -> dict[str, str]:
-    """Return the values of a model's configuration that its file would hold, as text; none without one."""
+    """Return the values of a model's configuration as its file would store them, as text; empty without one."""
     config: Any = getattr(model, "config", None)
     return {name: repr(value) for name, value in config.to_dict().items()} if hasattr(config, "to_dict") else {}
 

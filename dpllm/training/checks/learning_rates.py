@@ -1,9 +1,9 @@
-"""The learning rates of a run: recorded for each update, and compared with the schedule at the start.
+"""Record the learning rates of a run for each update, and compare them with the schedule at the start.
 
-A step tells its loop the exact mean loss of private rows (`dpllm.training.step.StepDiagnostics`). A learning rate that
-follows it, or an evaluation on private rows, carries these figures into the weights, and ε does not cover that. So the
-rates of all updates are computed from the scheduler before the first step, and an update with a different rate is
-refused. A loop that names no scheduler has an open point, or a declaration. Schedulers whose ``step`` takes metrics
+A step returns the exact mean loss of private rows to its loop (`dpllm.training.step.StepDiagnostics`). A learning rate
+that follows it, or an evaluation on private rows, would carry these figures into the weights, which ε does not cover.
+So the rates of all updates are computed from the scheduler before the first step, and an update with a different rate
+is refused. A loop that names no scheduler has an open point, or a declaration. Schedulers whose ``step`` takes metrics
 are refused by type (`dpllm.models.starting_point.refuse_steering`).
 """
 
@@ -27,15 +27,15 @@ DECLARED = "learning rates and other decisions of the loop"
 """Name of the fact about a loop whose author has declared them independent of the private rows."""
 INDEPENDENT = "declared independent of the private rows"
 OWN_LOOP = (
-    "The loop around the private steps is one's own. Its learning rate and other hyperparameters, and whether it makes "
-    "an update, loads a checkpoint or stops, must follow neither losses nor evaluations nor other figures of private "
+    "The training uses a custom loop around the private steps. Its hyperparameters, such as the learning rate, and its "
+    "decisions to update, load a checkpoint or stop must not depend on losses, evaluations or other figures of private "
     "rows (as with ReduceLROnPlateau): confirm it. For the next run, "
     "PrivateRun.attach(schedule_is_independent=True) declares it."
 )
 """The open point of a run whose loop has not declared it."""
 UNKNOWN = (
-    "The learning rates of {kind} could not be computed before the training ({error}), so the ledger records them and "
-    "nothing compared them. Confirm that they follow no loss, evaluation or other figure of private rows."
+    "The learning rates of {kind} could not be computed before the training ({error}), so the ledger records them, but "
+    "nothing checked them. Confirm that they depend on no loss, evaluation or other figure of private rows."
 )
 """The open point of a run with a scheduler that cannot be copied."""
 _TOLERANCE = 1e-9  # relative
@@ -61,12 +61,12 @@ class Ledger(Protocol):
 class LearningRates:
     """The rates with which an optimizer makes its updates.
 
-    A rate that is a tensor on another device than the CPU is read in the updates 1, 2, 4, 8, … only: reading it waits
-    for the device.
+    A rate that is a tensor on a device other than the CPU is read only in updates 1, 2, 4, 8, …, since reading it
+    waits for the device.
 
     Args:
         optimizer: as prepared; wrappers are removed.
-        ledger: of the run.
+        ledger: ledger of the run.
     """
 
     def __init__(self, optimizer: Any, ledger: Ledger) -> None:
@@ -77,11 +77,11 @@ class LearningRates:
         self._updates = 0
 
     def expect(self, scheduler: Any, num_updates: int) -> None:
-        """Compute the rates of all updates to come; an open point says so if that is impossible.
+        """Compute the rates of all future updates; add an open point if that is impossible.
 
         Args:
-            scheduler: of the optimizer, in the state before the next update; one step follows each update.
-            num_updates: number of updates to come.
+            scheduler: scheduler of the optimizer, in its state before the next update; it steps once after each update.
+            num_updates: number of future updates.
         """
         self._scheduler, self._updates, self._expected = scheduler, 0, []
         self._refuse_other_base(scheduler)
@@ -92,15 +92,15 @@ class LearningRates:
             self._ledger.append_open_point(UNKNOWN.format(kind=type(scheduler).__name__, error=words))
 
     def expect_again(self, num_updates: int) -> None:
-        """Compute the rates of the updates to come again, after a checkpoint was loaded into the scheduler."""
+        """Recompute the rates of the future updates, after a checkpoint was loaded into the scheduler."""
         if self._scheduler is not None:
             self.expect(self._scheduler, num_updates)
 
     def _refuse_other_base(self, scheduler: Any) -> None:
-        """Check that the rates from which a schedule begins are those that its optimizer was made with.
+        """Check that a schedule starts from the rates with which its optimizer was made.
 
         Raises:
-            WatchError: something has set others, such as a search for a learning rate at the start of the training.
+            WatchError: something changed them, such as a learning-rate finder at the start of the training.
         """
         inside = getattr(scheduler, "scheduler", scheduler)
         given = [group.get("initial_lr") for group in self._optimizer.param_groups]
@@ -108,9 +108,9 @@ class LearningRates:
         for base, initial in zip(base_lrs, given, strict=False):
             if initial is not None and not math.isclose(float(base), float(initial), rel_tol=_TOLERANCE):
                 raise WatchError(
-                    f"The scheduler begins from the learning rate {float(base):.10g}, and its optimizer was made with "
-                    f"{float(initial):.10g}: a callback, or the loop, has set it, perhaps by figures of private rows "
-                    "that ε does not cover. Give the rate to the optimizer (learning_rate)"
+                    f"The scheduler starts from the learning rate {float(base):.10g}, but its optimizer was made with "
+                    f"{float(initial):.10g}: a callback or the loop changed it, perhaps from figures of private rows "
+                    "that ε does not cover. Set the rate in the optimizer (learning_rate)"
                 )
 
     def note(self) -> None:
@@ -127,33 +127,33 @@ class LearningRates:
             if rate is None or planned is None or math.isclose(rate, planned, rel_tol=_TOLERANCE):
                 continue
             raise WatchError(
-                f"The learning rate of step {self._ledger.num_steps} is {rate:.10g}, and the schedule at the start of "
-                f"the training has {planned:.10g}: a callback, or the loop, has set it, perhaps by figures of private "
-                "rows that ε does not cover; or the scheduler does not step once after each update. Leave that code "
-                "out, and give the schedule to the trainer: optimizers=(optimizer, scheduler)"
+                f"The learning rate of step {self._ledger.num_steps} is {rate:.10g}, but the schedule at the start of "
+                f"the training planned {planned:.10g}: a callback or the loop changed it, perhaps from figures of "
+                "private rows that ε does not cover, or the scheduler does not step once after each update. Remove "
+                "that code, and pass the schedule to the trainer: optimizers=(optimizer, scheduler)"
             )
         if words := ", ".join(dict.fromkeys(f"{rate:.10g}" for rate in rates if rate is not None)):
             self._ledger.note_rate(words)
 
 
 def scheduled_rates(scheduler: Any, optimizer: Any, num_updates: int) -> list[list[float | None]]:
-    """Return the learning rates of each group in all updates to come, from a copy of the scheduler.
+    """Return the learning rates of each group in all future updates, from a copy of the scheduler.
 
     Args:
-        scheduler: of the optimizer; accelerate's wrapper, which steps once for each process, is allowed.
-        optimizer: inside all wrappers.
+        scheduler: scheduler of the optimizer; accelerate's wrapper, which steps once for each process, is allowed.
+        optimizer: the optimizer without wrappers.
         num_updates: number of updates.
 
     Raises:
         ValueError: the optimizer has relative steps, whose rates are in its state.
-        Exception: of the scheduler, which cannot be copied or needs its own optimizer.
+        Exception: raised by a scheduler that cannot be copied or needs its own optimizer.
 
     >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
     >>> scheduled_rates(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), optimizer, 3)
     [[0.5], [0.25], [0.125]]
     """
     if any(group.get("relative_step") for group in optimizer.param_groups):
-        raise ValueError("the optimizer sets its rates by its own state")  # Adafactor, AdafactorSchedule
+        raise ValueError("the optimizer sets its rates from its own state")  # Adafactor, AdafactorSchedule
     times = 1
     if isinstance(scheduler, AcceleratedScheduler):
         if scheduler.step_with_optimizer and not scheduler.split_batches:
@@ -165,7 +165,7 @@ def scheduled_rates(scheduler: Any, optimizer: Any, num_updates: int) -> list[li
     optimizers = (optimizer, getattr(scheduler, "optimizer", None))
     rates = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of steps before the first update
+        warnings.simplefilter("ignore")  # about steps before the first update
         copied = copy.deepcopy(scheduler, {id(one): stub for one in optimizers if one is not None})
         for group, rate in zip(stub.param_groups, copied.get_last_lr(), strict=True):
             group["lr"] = rate

@@ -1,14 +1,14 @@
-"""The global random generators of a private run, from which dropout, stochastic rounding and other code draw.
+"""Seed the global random generators in a private run, from which dropout, stochastic rounding and other code draw.
 
-Place in the flow: around each private step. A public seed (``set_seed``) would fix the dropout masks of all steps:
-removing a row shifts the masks of the rows after it, so their contributions change too, and ε is not true. The state of
-a generator also reveals how many numbers were drawn, and so how long the rows were. Therefore:
+A public seed (``set_seed``) would fix the dropout masks of all steps: removing a row shifts the masks of the rows
+after it, so their contributions change too, and ε is not true. The state of a generator also reveals how many numbers
+were drawn, and so how long the rows were. Therefore, in each private step:
 
-* at the start of a step, each process seeds Python's, NumPy's and PyTorch's global generators from its own secret
-  stream: rows on different processes get independent masks;
-* when the private gradient is formed, all processes seed them from one secret stream that they share: replicas then
-  make the same update, also with stochastic rounding. The state that a checkpoint could hold from then on is a function
-  of this stream and of the number of the step, and not of the rows.
+* at the start of the step, each process seeds Python's, NumPy's and PyTorch's global generators from its own secret
+  stream, so rows on different processes get independent masks;
+* when the private gradient is complete, all processes seed them from one secret stream that they share, so replicas
+  make the same update, also with stochastic rounding. The state that a checkpoint could contain from then on is a
+  function of this stream and the step number, not of the rows.
 
 Both streams are SHAKE-256 of 256 bits from the operating system and the step's number. They are never stored, and no
 data is read from the device.
@@ -32,12 +32,12 @@ from dpllm.config import ConfigError
 from dpllm.engines.processes import Processes
 
 _ENTROPY_BYTES = 32
-_MT_WORDS = 624  # of the state of a Mersenne Twister
+_MT_WORDS = 624  # words in the state of a Mersenne Twister
 _MT_OFFSET = 24  # bytes before these words in the state of PyTorch's CPU generator, each word in 8 bytes
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-_GLOBAL: Any = (torch.default_generator, np.random.mtrand._rand, random._inst)  # which `SecretStreams` seeds
+_GLOBAL: Any = (torch.default_generator, np.random.mtrand._rand, random._inst)  # seeded by `SecretStreams`
 OWN_GENERATOR = (
-    "{who} keeps its own random generator ({what}), whose numbers are not secret and shift when a row is removed. Draw "
+    "{who} has its own random generator ({what}), whose numbers are not secret and shift when a row is removed. Draw "
     "from the global generators (torch.rand without generator), which are seeded from the operating system in every "
     "step"
 )
@@ -67,20 +67,20 @@ class SecretStreams:
         self._step = 0
 
     def separate(self) -> None:
-        """Seed from this process's own stream; at the start of a private step."""
+        """Seed from this process's own stream, at the start of a private step."""
         self._step += 1
         self._seeded_with = _seed_all(_stream(self._own, self._step))
 
     def share(self) -> None:
-        """Seed from the stream that all processes share; when the private gradient is formed."""
+        """Seed from the stream that all processes share, when the private gradient is complete."""
         self._seeded_with = None
         _seed_all(_stream(self._shared, self._step))
 
     def check(self) -> None:
-        """Check that PyTorch's global generator was not seeded since `separate`; it stores its seed.
+        """Check that PyTorch's global generator, which stores its seed, was not seeded since `separate`.
 
-        NumPy's and Python's do not. Numbers from a seed within a step depend on a row's place in its microbatch, which
-        the comparison of rows finds (`dpllm.training.checks.independence`).
+        NumPy's and Python's generators do not store it. With a seed within a step, numbers depend on a row's place in
+        its microbatch, which the comparison of rows finds (`dpllm.training.checks.independence`).
 
         Raises:
             ConfigError: model, loss or collator called ``manual_seed`` or ``set_seed``.
@@ -89,7 +89,7 @@ class SecretStreams:
             raise ConfigError(
                 f"PyTorch's generator was seeded with {torch.initial_seed()} during a private step, by the model, the "
                 "loss or the collator (torch.manual_seed, set_seed). Its random numbers are then public and shift when "
-                "a row is removed, so epsilon would not be true. Remove the call, or put it into "
+                "a row is removed, so epsilon would not be true. Remove the call, or wrap it in "
                 "torch.random.fork_rng()"
             )
 
@@ -143,9 +143,9 @@ def own_generator(holder: Any) -> str | None:
 
 
 def _parts(holder: Any) -> list[Any]:
-    """Return an object, the function within a partial or decorated one, and the object that a method is bound to."""
+    """Return an object, the function within a partial or decorated one, and the object to which a method is bound."""
     parts = [holder]
-    for one in parts:  # the list grows
+    for one in parts:  # the list grows during the loop
         if isinstance(one, functools.partial):
             parts.append(one.func)
         elif inspect.ismethod(one) or inspect.isbuiltin(one):
@@ -163,7 +163,7 @@ def _stream(entropy: bytes, step: int) -> bytes:
 def _seed_all(stream: bytes) -> int:
     """Seed Python's, NumPy's and PyTorch's generators, on the CPU and on accelerators; return PyTorch's seed."""
     seed = int.from_bytes(stream[:8], "little")
-    torch.manual_seed(seed)  # the CPU and every accelerator, also one that is not in use yet
+    torch.manual_seed(seed)  # the CPU and every accelerator, including those not in use yet
     words = np.frombuffer(stream[56:], dtype="<u4")
     _fill_cpu_state(words)
     key, offset = (int.from_bytes(stream[at : at + 8], "little") for at in (8, 16))
@@ -176,27 +176,27 @@ def _seed_all(stream: bytes) -> int:
 
 
 def _fill_cpu_state(words: np.ndarray) -> None:
-    """Replace all words of the CPU generator's state: ``manual_seed`` keeps only 32 bits of a seed.
+    """Replace all words of the CPU generator's state, since ``manual_seed`` uses only 32 bits of a seed.
 
-    The state stores after the words how many of them are used; right after ``manual_seed``, the next draw mixes all of
+    After the words, the state stores how many of them are used; right after ``manual_seed``, the next draw mixes all of
     them first.
 
     Raises:
-        ConfigError: the state has another layout than in PyTorch 2.
+        ConfigError: the state has a different layout than in PyTorch 2.
     """
     state = torch.get_rng_state()
     held = state.numpy()[_MT_OFFSET : _MT_OFFSET + 8 * _MT_WORDS].view("<u8")
     if int(held[0]) != torch.initial_seed() & 0xFFFFFFFF:
         raise ConfigError(
-            f"PyTorch {torch.__version__} stores the state of its CPU generator in an unknown layout, so only 32 "
-            "secret bits could be put into it. Use a version of PyTorch that dpllm supports (pyproject.toml)"
+            f"PyTorch {torch.__version__} stores the state of its CPU generator in an unknown layout, so it could "
+            "get only 32 secret bits. Use a version of PyTorch that dpllm supports (pyproject.toml)"
         )
     held[:] = words
     torch.set_rng_state(state)
 
 
 def _fill_philox_state(generator: torch.Generator, key: int, offset: int) -> None:
-    """Set a random offset besides the random key: 126 bits in total. ``manual_seed`` sets only the key."""
+    """Set a random offset in addition to the random key: 126 bits in total. ``manual_seed`` sets only the key."""
     signed = int(np.uint64(key).astype(np.int64))
     position = (offset & (2**62 - 1)) & ~3  # a signed 64-bit number, in multiples of four
     generator.set_state(torch.tensor([signed, position], dtype=torch.int64).view(torch.uint8))

@@ -1,10 +1,10 @@
-"""Comparable passes: a row gets the same random numbers alone and among other rows.
+"""Make passes comparable: a row gets the same random numbers alone and in a batch with other rows.
 
 Dropout and other random numbers are drawn for a whole microbatch, so a row's numbers depend on its position and on the
 shape of the other rows. Within `Repeatable` nothing is dropped, and every other random number depends only on its
 position within its row. The model stays in training mode, so code that runs only in that mode is checked too.
 
-Place in the flow: below `dpllm.training.checks.independence`, which compares rows alone and with other rows.
+`dpllm.training.checks.independence` compares rows alone and with other rows in this mode.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ TORCH, NUMPY, PYTHON = "PyTorch's", "NumPy's", "Python's"
 DROPOUT = "dropout"
 """Name of the draws of dropout, which is off."""
 _IRRATIONAL = [math.sqrt(p) % 1 for p in (2, 3, 5, 7, 11, 13, 17)]
-_NEAR = 0.015  # of a first number from the one that is wanted
+_NEAR = 0.015  # largest distance of a first number from the requested one
 _COARSE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _FUSED = {"dropout_p", "dropout"}  # arguments of fused attention and recurrent layers, forward and backward
-_TIMES = 1024  # how often one draw is repeated, for each row; then a loop draws until it has the numbers it wants
+_TIMES = 1024  # how often one draw is repeated for each row; after that, a loop draws until it gets suitable numbers
 _MODES = ("dpllm", "torch._compile", "torch._dynamo", "torch._ops", "torch.utils._python_dispatch")
 
 
@@ -44,8 +44,8 @@ class Draw:
     """An operation that draws random numbers.
 
     Attributes:
-        name: of the operation, or `DROPOUT`.
-        shape: of the numbers.
+        name: name of the operation, or `DROPOUT`.
+        shape: shape of the numbers.
         where: file and line of the caller.
         is_held: whether the numbers were replaced by those that a row always gets.
     """
@@ -57,18 +57,18 @@ class Draw:
 
     @property
     def count(self) -> int:
-        """How many numbers are drawn."""
+        """Number of drawn values."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """The random numbers of a pass, where they are not the usual ones of `Repeatable`.
+    """Random numbers of a pass that differ from the usual ones of `Repeatable`.
 
     Attributes:
-        changed: draws that get other numbers.
-        reseeded: generators, `NUMPY` or `PYTHON`, that begin in another state.
-        to: the beginning of their sequence, between 0 and 1; a single uniform number has about this value.
+        changed: draws that get different numbers.
+        reseeded: generators, `NUMPY` or `PYTHON`, that begin in a different state.
+        to: start of their sequence, between 0 and 1; a single uniform number has about this value.
     """
 
     changed: frozenset[Draw] = frozenset()
@@ -80,33 +80,33 @@ class Repeatable(TorchDispatchMode):
     """Mode that disables dropout, and makes random numbers depend only on the position within a row.
 
     It acts on PyTorch's operations, so it covers every function that draws, and activation checkpointing, which repeats
-    layers in a backward pass. Dropout of `torch.nn` keeps all numbers, and scales them as usual; that of fused kernels
-    is left out.
+    layers in a backward pass. Dropout of `torch.nn` keeps all numbers and scales them as usual; dropout in fused
+    kernels is disabled.
 
     Any other random tensor (B, ...) is filled with a fixed irregular sequence over its dimensions after the first (for
     packed rows after the first two, since the second counts the tokens of all rows). Its numbers have the right
-    distribution over these dimensions, and all rows get the same numbers. So noise whose *scale* depends on other rows
+    distribution over these dimensions, and all rows get the same numbers, so noise whose *scale* depends on other rows
     is still found. Numbers from a generator that was seeded within the pass are not changed. A draw that is repeated
     very often gets new numbers each time, so that rejection sampling ends.
 
     `dpllm.training.checks.sharing` needs passes with other numbers (`Numbers`): some draws differ from those of the
-    pass before and all others do not.
+    previous pass, and all others do not.
 
     Attributes:
-        draws: the operations that drew random numbers, or would have without this mode, in their order.
+        draws: the operations that drew random numbers, or would have without this mode, in order.
         acts: whether an operation had random numbers or dropout; otherwise its backward pass needs no mode.
-        dtypes: of all results that are one tensor.
+        dtypes: dtypes of all results that are a single tensor.
     """
 
-    supports_higher_order_operators = True  # they run as they are
+    supports_higher_order_operators = True  # they run unchanged
 
     def __init__(self, packed: bool, seed: int = 0, numbers: Numbers | None = None) -> None:
-        """Start without a draw.
+        """Start without draws.
 
         Args:
             packed: whether rows are concatenated.
-            seed: determines the beginning of the sequence, and so every single number: `seed_between`.
-            numbers: other numbers than these. None: these.
+            seed: determines the start of the sequence, and so every single number: `seed_between`.
+            numbers: changed numbers. None: the usual ones.
         """
         super().__init__()
         self._packed, self._start, self._numbers = packed, _first(seed), numbers or Numbers()
@@ -127,7 +127,7 @@ class Repeatable(TorchDispatchMode):
         return max(self.dtypes.intersection(_COARSE), key=_COARSE.index, default=torch.float64)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Run an operation, without dropout, and with a row's own numbers in place of random ones."""
+        """Run an operation without dropout, and replace random numbers by the row's own."""
         kwargs = kwargs or {}
         # Seeded within the pass: such numbers are public, and a dependence on a row's position must be found.
         if _is_plain(func) or torch.initial_seed() != self._seeded_with:
@@ -196,14 +196,14 @@ _VALUES: dict[str, Callable[[Tensor, Mapping[str, Any]], Tensor]] = {
     "exponential_": lambda uniform, given: -torch.log(uniform) / given["lambd"],
     **dict.fromkeys(("randint", "randint_like", "random_"), _whole),
 }
-"""The values of an operation's draw, from uniform numbers and its arguments by name."""
+"""The values of an operation's draw, computed from uniform numbers and its arguments by name."""
 
 
 @functools.cache
 def _is_plain(func: Any) -> bool:
     """Return whether an operation neither draws nor has dropout."""
     schema = getattr(func, "_schema", None)
-    if schema is None or func.overloadpacket.__name__ == "_fused_sdp_choice":  # a kernel's choice stays as it is
+    if schema is None or func.overloadpacket.__name__ == "_fused_sdp_choice":  # a kernel's choice is not replaced
         return True
     drops = any(one.name in _FUSED and str(one.type) == "float" for one in schema.arguments)
     return not drops and torch.Tag.nondeterministic_seeded not in func.tags
@@ -223,7 +223,7 @@ def _caller() -> str:
 
 
 def _is_in_library() -> bool:
-    """Return whether a module or a function of `torch.nn` called the operation: its own draws are those of dropout."""
+    """Return whether a module or a function of `torch.nn` called the operation, whose own draws are dropout."""
     return str(_frame_outside(*_MODES).f_globals.get("__name__")).startswith("torch.nn.")
 
 
@@ -241,10 +241,10 @@ def _dotted(packages: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def not_held(draws: Sequence[Draw], moved: Iterable[str]) -> list[str]:
-    """Return words for the random numbers of a pass that `Repeatable` leaves as they are.
+    """Return descriptions of the random numbers of a pass that `Repeatable` does not replace.
 
     Args:
-        draws: of the pass.
+        draws: draws of the pass.
         moved: names of the global generators that drew in it.
     """
     called = {f"torch.{one.name} at {one.where}" for one in draws if not one.is_held}
@@ -299,8 +299,8 @@ def same_randomness(seed: int) -> Iterator[None]:
 def _seed_torch(seed: int, cuda_devices: Sequence[int]) -> None:
     """Seed PyTorch's generators of the devices that exist.
 
-    ``torch.manual_seed`` also keeps the seed for each kind of device that may begin later, with a formatted stack
-    trace: it costs milliseconds, its list grows with every call, and the seed would outlive `same_randomness`.
+    ``torch.manual_seed`` also stores the seed for each kind of device that may be used later, with a formatted stack
+    trace: this costs milliseconds, its list grows with every call, and the seed would outlive `same_randomness`.
     """
     if not cuda_devices and torch.accelerator.is_available():
         torch.manual_seed(seed)
@@ -312,7 +312,7 @@ def _seed_torch(seed: int, cuda_devices: Sequence[int]) -> None:
 
 @contextlib.contextmanager
 def randomness(seed: int, numbers: Numbers) -> Iterator[None]:
-    """Run the block as `same_randomness` does, with the generators in ``numbers.reseeded`` in another state."""
+    """Run the block as `same_randomness` does, with the generators in ``numbers.reseeded`` in a different state."""
     with same_randomness(seed):
         if numbers.reseeded:
             other = seed_between(max(0.0, numbers.to - _NEAR), min(1.0, numbers.to + _NEAR))

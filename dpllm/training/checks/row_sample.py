@@ -1,13 +1,13 @@
-"""The rows of an independence check: which ones, with which others they pass the model, and how they are made.
+"""Choose the rows of an independence check and the groups in which they pass the model, and make them.
 
-Place in the flow: `dpllm.training.checks.independence` draws a sample for each check and runs its companies, the groups
-of rows that pass the model together. A sample is drawn by the operating system's randomness from all rows, within the
-limits of a microbatch. It has the shortest row with a target, because effects of padding are largest there, and one of
+`dpllm.training.checks.independence` draws a sample for each check and runs its companies, the groups of rows that pass
+the model together. A sample is drawn from all rows with the operating system's randomness, within the limits of a
+microbatch. It contains the shortest row with a target, because effects of padding are largest there, and one of
 the longest.
 
 A collator and a data set are only ever asked for one row, so rows cannot mix. They could still carry tokens or numbers
-from one call to the next, so a check makes some rows again and compares (`RowMaker`). The user's functions are only
-called, as a training calls them. Nothing of what they store is read, written or restored.
+from one call to the next, so a check makes some rows again and compares them (`RowMaker`). The user's functions are
+only called, as a training calls them. Nothing that they store is read, written or restored.
 """
 
 from __future__ import annotations
@@ -31,48 +31,46 @@ if TYPE_CHECKING:
     from dpllm.training.rows import TrainingRows
 
 _SEARCHED = 8  # rows searched for the shortest one with a target
-_MADE_BETWEEN = 4  # rows that a first check makes again before the shortest row passes again, one after the other
-_MOST_CANDIDATES = 1 << 20  # the most rows from which those of a check are chosen
+_MADE_BETWEEN = 4  # rows that a first check makes again, one after the other, before the shortest row passes again
+_MOST_CANDIDATES = 1 << 20  # the largest number of rows from which those of a check are chosen
 _STATES = 8  # random states: an effect in at least one of eight readings is found with certainty
 _READ = 4  # rows that are read again
-_CONFIRMED = 12  # more comparisons before a difference counts: numbers of a data set's own give 2^-23
+_CONFIRMED = 12  # further comparisons before a difference counts: a data set's own random numbers pass with 2^-23
 
 CARRIED = (
-    "The data set gives a row other values after another row was read before it: it carries tokens or numbers from one "
-    "reading to the next. Which row comes before depends on the units that are drawn, so a unit cannot be bounded, and "
-    "ε would not hold. Make each row from that row only; to fill rows up, join the texts of one record before the "
-    "training"
+    "The data set returned different values for a row after it had read another row: it carries tokens or numbers from "
+    "one read to the next, so a unit's influence depends on the other drawn units, and ε would not hold. Make each row "
+    "from that row only; to fill rows up, join the texts of one record before the training"
 )
 SEEDED = (
     "The collator sets a seed in each call ({names}). All numbers that the model or the loss draws "
-    "afterwards would be public, and the same in every microbatch. Leave the seed out: the generators are seeded from "
+    "afterwards would be public, and the same in every microbatch. Remove the seed; the generators are seeded from "
     "the operating system in every step"
 )
 UNSTEADY = (
-    "The collator gives a row other values when it is called again, also from the same random state: it keeps tokens "
-    "or numbers of the rows collated before, counts its calls, takes values in turn, or draws from a generator of its "
-    "own (np.random.default_rng(), random.SystemRandom). Which call a row gets depends on the units that are drawn, so "
-    "a unit cannot be bounded, and ε would not hold. Make each row from that row only, and draw from the global "
-    "generators (np.random.rand, random.random, torch.rand), which are seeded from the operating system in every step. "
-    "To fill rows up, join the texts of one record before the training; a curriculum can follow the number of the "
-    "step, which a callback knows"
+    "The collator returned different values for a row when it was called again with the same random state, so a unit's "
+    "influence depends on the other drawn units, and ε would not hold. Make each row from that row only, without "
+    "tokens, counters or numbers from earlier calls, and draw from the global generators (np.random.rand, "
+    "random.random, torch.rand), not from the collator's own (np.random.default_rng(), random.SystemRandom). To fill "
+    "rows up, join the texts of one record before the training; a curriculum can follow the step number, which "
+    "callbacks receive"
 )
 REREAD = (
-    "The rows of the data set are made again at each reading, with random numbers. Confirm that a row is made from its "
+    "The data set makes its rows at each read, with random numbers. Confirm that it makes each row from its "
     "own record only, with no text of other records (negatives, mixup, concatenation)"
 )
 DRAWN = (
     "The data set makes its rows with random numbers when they are read. Raw columns are read once, one row after the "
-    "other: the numbers of a row depend on how many rows come before it, and ε would not hold. Leave the random "
-    "numbers out; or tokenise in the data set as well, so that its rows have input_ids, and are made again in each step"
+    "other, so the numbers of a row depend on how many rows come before it, and ε would not hold. Remove the random "
+    "numbers, or tokenise in the data set as well, so that its rows have input_ids and are made again in each step"
 )
 
 
 class IndependenceError(GhostError):
-    """A row's loss or gradient depends on other rows, so that a unit cannot be bounded.
+    """A row's loss or gradient depends on other rows, so a unit's influence cannot be bounded.
 
     Attributes:
-        finding: what was found, without a private value: an open point of the report names it.
+        finding: the finding without a private value; an open point of the report names it.
     """
 
     def __init__(self, message: str, finding: str = "rows of a microbatch were not independent of each other") -> None:
@@ -82,27 +80,27 @@ class IndependenceError(GhostError):
 
 
 class RowMaker:
-    """Makes the rows of a check, each by itself and from one random state, and compares rows that are made again.
+    """Makes the rows of a check, each separately and from one random state, and compares rows that are made again.
 
     Args:
         rows: rows of the run.
-        seed: of the random state.
+        seed: seed of the random state.
 
     Attributes:
-        seed: of the random state.
-        inputs: the rows by number, as the collator made them first.
+        seed: seed of the random state.
+        inputs: the rows by number, as the collator first returned them.
         is_drawn: whether a row was made with numbers of the global generators.
     """
 
     def __init__(self, rows: TrainingRows, seed: int) -> None:
-        """Start without a row."""
+        """Start without rows."""
         self._rows, self.seed = rows, seed
         self._records: dict[int, Any] = {}
         self.inputs: dict[int, Mapping[str, Any]] = {}
         self.is_drawn = False
 
     def read(self, number: int) -> Any:
-        """Return the record of a row, read now."""
+        """Read and return the record of a row."""
         return self._rows.fetch(np.array([number]))[0]
 
     def make(self, number: int) -> Mapping[str, Any]:
@@ -118,20 +116,20 @@ class RowMaker:
         return self.inputs[number]
 
     def make_again(self, number: int) -> None:
-        """Let the collator make a row of the sample once more, from the same record and the same random state.
+        """Let the collator make a row of the sample again, from the same record and the same random state.
 
         Raises:
-            IndependenceError: the values of the row are not those that it made first.
+            IndependenceError: the values of the row differ from the first ones.
         """
         with same_randomness(self.seed):
             if not same_values(self.inputs[number], self._rows.collate.row(self._records[number])):
                 raise IndependenceError(UNSTEADY)
 
     def refuse_seeds(self, number: int) -> None:
-        """Check that the collator leaves the generators in a state that follows the one before.
+        """Check that the collator leaves the generators in a state that depends on the previous one.
 
         Raises:
-            IndependenceError: it sets a seed.
+            IndependenceError: the collator sets a seed.
         """
         after = []
         for seed in (self.seed, seed_between(0, 1)):
@@ -148,7 +146,7 @@ class Company:
 
     Attributes:
         numbers: their row numbers.
-        words: their relation to the rows of the pass before, in words.
+        words: description of the other rows and the previous pass.
     """
 
     numbers: tuple[int, ...]
@@ -162,10 +160,10 @@ class Sample:
     Attributes:
         short: number of the shortest row.
         longest: number of the longest row that fits into a microbatch by itself.
-        companies: the passes of the check, first the shortest row alone, then with other rows, and with others again
-            in another order. In one of a first check it is there twice: two equal records are ordinary, and a loss may
+        companies: the passes of the check: the shortest row alone, then with other rows, then with others in a
+            different order. In one of a first check it occurs twice: two equal records are ordinary, and a loss may
             count them. Where several rows never pass together, the passes only alternate.
-        between: numbers of rows that are made again before the shortest row passes once more.
+        between: numbers of rows that are made again before the shortest row passes again.
     """
 
     short: int
@@ -186,22 +184,22 @@ class Sample:
     @property
     def pair(self) -> Company | None:
         """The shortest row and another one of `together`."""
-        words = "beside another row, with other random numbers"
+        words = "in a batch with another row and other random numbers"
         return None if self.together is None else Company((self.short, self.together.numbers[1]), words)
 
     @classmethod
     def draw(
         cls, rows: TrainingRows, maker: RowMaker, max_tokens: int | None, wanted: int, first: bool, crowd: int = 0
     ) -> Sample:
-        """Choose rows by the operating system's randomness, within the limits of a microbatch, and make them.
+        """Choose rows with the operating system's randomness, within the limits of a microbatch, and make them.
 
-        The draw does not decide how many passes there are: other processes draw other rows, and wait for each pass.
+        The number of passes does not depend on the draw: other processes draw other rows, and wait for each pass.
 
         Args:
             rows: rows of the run.
             maker: makes the rows.
-            max_tokens: the most tokens of a microbatch. None: ``rows.max_rows`` bounds it.
-            wanted: the most rows of a pass.
+            max_tokens: the largest number of tokens of a microbatch. None: ``rows.max_rows`` bounds it.
+            wanted: the largest number of rows of a pass.
             first: whether the check is as complete as the first one of a process.
             crowd: rows of a process in a step, for one pass that is as large as a microbatch. 0: no such pass.
         """
@@ -210,12 +208,12 @@ class Sample:
         lengths = np.maximum(1, rows.lengths[numbers])
         room = math.inf if max_tokens is None else max_tokens
         shortest = numbers[_smallest(lengths, _SEARCHED)].tolist()
-        longest = int(numbers[::-1][np.where(lengths <= room, lengths, 0)[::-1].argmax()])  # of equal ones the last
+        longest = int(numbers[::-1][np.where(lengths <= room, lengths, 0)[::-1].argmax()])  # the last of equal ones
         maker.make(longest)  # before all others: a collator may pad to the longest row so far
         short = next((n for n in shortest if _has_target(maker.make(n))), shortest[0])
 
         def size(most: int) -> int:
-            """Return how many rows, ``most`` or fewer, a microbatch has room for beside the shortest one."""
+            """Return for how many rows, ``most`` or fewer, a microbatch with the shortest one has room."""
             most = min(most, len(numbers) if rows.max_rows is None else rows.max_rows)
             return max(1, int(min(most, room / max(1, int(rows.lengths[short])))))
 
@@ -224,7 +222,7 @@ class Sample:
             return numbers[(lengths <= room / count) & ~np.isin(numbers, without)]
 
         def filled(count: int, begin: Sequence[int]) -> list[int]:
-            """Return these rows, where they fit into a pass of ``count`` rows, and random ones beside them."""
+            """Return these rows, where they fit into a pass of ``count`` rows, filled up with random ones."""
             begin, left = [n for n in begin if rows.lengths[n] <= room / count], fitting(count, begin)
             return [*begin, *rng.choice(left, max(0, min(len(left), count - len(begin))), replace=False).tolist()]
 
@@ -233,10 +231,10 @@ class Sample:
         other = together[1:2]
         equal = ""
         if len(together) > 2:
-            together[-1], equal = short, ", one of them its equal"
+            together[-1], equal = short, ", one of them identical"
         passes = [Company((short,), "alone")]
         if len(together) > 1:
-            passes.append(Company(tuple(together), f"beside {len(together) - 1} other row(s){equal}"))
+            passes.append(Company(tuple(together), f"in a batch with {len(together) - 1} other row(s){equal}"))
         few = min(most, 3 if wanted > 2 else 2)
         if len(left := fitting(few, together)) and few > 1:
             left = left if first else rng.choice(left, min(4, len(left)), replace=False)
@@ -244,13 +242,13 @@ class Sample:
         else:
             replaced = (*other, short)
         if len(replaced) > 1:
-            words = f"beside {len(replaced) - 1} other row(s), replaced, longer and in another order"
+            words = f"in a batch with {len(replaced) - 1} replaced, longer row(s), in another order"
             passes += [Company(replaced, words), Company(replaced[:1], "alone")]
         if (whole := size(crowd)) > most and len(crowded := filled(whole, together[: -1 if equal else None])) > most:
-            words = f"beside {len(crowded) - 1} other row(s), as in a whole microbatch"
+            words = f"in a batch with {len(crowded) - 1} other row(s), as in a whole microbatch"
             passes.append(Company(tuple(crowded), words))
         if first and most > 1 and not equal:
-            passes.append(Company((short, short), "beside its equal"))
+            passes.append(Company((short, short), "in a batch with an identical row"))
         if other and (equal or first):
             passes.append(Company((other[0],), "alone"))
         if len(passes) < 3:
@@ -263,12 +261,12 @@ class Sample:
 
 
 def _lone(short: int, other: int, longest: int) -> list[Company]:
-    """Return passes of one row each: the only risk left is state that is carried from pass to pass."""
+    """Return passes of one row each: the only remaining risk is state that is carried from pass to pass."""
     passes = []
     for before in (other, longest):
         passes += [Company((before,), "alone"), Company((short,), "alone, after another row")]
-        passes.append(Company((short,), "alone, after itself"))  # what changes with every second call
-    for after in (other, short):  # the shortest row may reset what others left
+        passes.append(Company((short,), "alone, after itself"))  # finds what changes with every second call
+    for after in (other, short):  # the shortest row may reset the state that others left
         passes.append(Company((longest,), "alone, after another row"))
         passes.append(Company((after,), "alone, after the longest row"))
     return passes
@@ -298,17 +296,17 @@ def _has_target(inputs: Mapping[str, Any]) -> bool:
     return bool((labels[..., 1:] != IGNORE).any())
 
 
-# ------------------------------------------------------------- rows of a data set that follow other readings
+# ------------------------------------------------------------- rows of a data set that depend on earlier reads
 
 
 def carries(read: Callable[[int], Any], row: int, others: tuple[int, int]) -> bool:
     """Return whether the values of a row depend on the row that was read before it.
 
-    Reads four rows. Only if the row differs, more comparisons tell an effect of the row before from numbers that the
-    data set draws by itself in each reading, such as those of `random.SystemRandom`.
+    Reads four rows. Only if the row differs, further comparisons distinguish an effect of the previous row from numbers
+    that the data set itself draws at each read, for instance with `random.SystemRandom`.
 
     Args:
-        read: the number of a row to its values.
+        read: returns the values of a row by its number.
         row: the row that is compared.
         others: two rows, read before it in turn.
     """
@@ -324,16 +322,16 @@ def carries(read: Callable[[int], Any], row: int, others: tuple[int, int]) -> bo
     if same_values(*expected):
         return False
     order = [0, 1] * _CONFIRMED
-    secrets.SystemRandom().shuffle(order)  # calls may be counted
+    secrets.SystemRandom().shuffle(order)  # the data set may count its calls
     return all(same_values(after(others[place]), expected[place]) for place in order)
 
 
 def refuse_reading(read: Callable[[int], Any], num_rows: int) -> None:
-    """Check the rows of a data set that are read once, in their order, and stored as they come out.
+    """Check a data set whose rows are read once, in order, and stored.
 
     Args:
-        read: the number of a row to its values.
-        num_rows: how many rows there are.
+        read: returns the values of a row by its number.
+        num_rows: number of rows.
 
     Raises:
         DataError: a row depends on the row that was read before it, or is made with random numbers.
@@ -347,7 +345,7 @@ def refuse_reading(read: Callable[[int], Any], num_rows: int) -> None:
 
 
 def is_drawn(read: Callable[[int], Any], row: int) -> bool:
-    """Return whether a row is made with random numbers: some change it, or it has numbers of its own."""
+    """Return whether a row is made with random numbers: global ones change it, or it has its own."""
     found = []
     for part in range(_STATES):
         with same_randomness(seed_between(part / _STATES, (part + 1) / _STATES)):

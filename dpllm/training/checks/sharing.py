@@ -1,18 +1,18 @@
-"""Random numbers that rows of a microbatch share: one coin, one noise or one dropout mask for all of them.
+"""Find random numbers that rows of a microbatch share: one coin, one noise or one dropout mask for all of them.
 
 Clipping bounds a unit's contribution only if the random numbers of different units are independent. Which units are in
-one microbatch depends on all units that were drawn. If rows of a microbatch share a number, then a unit which is
-removed changes the groups of rows that share one, and so the joint law of the contributions of others, by several clip
-norms. A comparison of rows alone and in company does not show this: each row for itself has the right distribution.
+one microbatch depends on all drawn units. If rows of a microbatch share a number, then removing a unit changes the
+groups of rows that share one, and so the joint distribution of the other units' contributions, by several clip
+norms. A comparison of rows alone and in a batch does not show this: each row's own distribution is right.
 Collators are called with one row, so only models and losses can share a number.
 
-Place in the flow: `dpllm.training.checks.independence` runs these comparisons on copies of one row:
+`dpllm.training.checks.independence` runs these comparisons on copies of one row:
 
 * **By number** (`shared_draws`, `shared_generators`): copies need as many times the numbers as one row. A draw of
   PyTorch that does not grow with the copies is shared, and so are the numbers of Python's or NumPy's generator if it is
-  in the same state after one row and after several. For dropout this decides: every number of its mask acts.
+  in the same state after one row and after several. For dropout this is decisive: every number of its mask acts.
 * **By force** (`Sharing.force`): a shared draw is harmless if it has no influence. Only its numbers are changed, also
-  to values that are rare; then no loss may change.
+  to rare values, and then no loss may change.
 
 Shape suffixes: B copies.
 """
@@ -31,13 +31,13 @@ from dpllm.training.out_of_memory import free_memory
 
 COPIES = 4
 """Copies of a row in a comparison."""
-_TRIED = (1e-6, 0.25, 0.5, 0.75, 1 - 1e-6)  # uniform numbers, also those of coins that are rarely one
+_TRIED = (1e-6, 0.25, 0.5, 0.75, 1 - 1e-6)  # uniform numbers; the extreme ones flip coins that are rarely one
 SHARED = (
-    "The model or the loss draws random numbers that all rows of a microbatch share: {what}, and {effect}. Which rows "
-    "share them depends on the units that are drawn, so a unit cannot be bounded, and ε would not hold. Draw separate "
-    "numbers for each row: torch.rand(B) for B rows, not one torch.rand(()) or random.random() for the batch; set "
-    "rates that act on all rows at once to 0 (layerdrop, LoHa's and LoKr's rank_dropout and module_dropout, dropout of "
-    "weights or of relative positions as in DeBERTa); or train with one row per microbatch "
+    "The model or the loss draws random numbers that all rows of a microbatch share: {what}, and {effect}. A unit's "
+    "influence then depends on the other drawn units, and ε would not hold. Draw "
+    "separate numbers for each row (torch.rand(B) for B rows, not one torch.rand(()) or random.random() for the "
+    "batch); set rates that act on all rows at once to 0 (layerdrop, LoHa's and LoKr's rank_dropout and "
+    "module_dropout, dropout of weights or of relative positions as in DeBERTa); or train with one row per microbatch "
     "(per_device_train_batch_size: 1)"
 )
 
@@ -49,7 +49,7 @@ class Pass:
     Attributes:
         seen: results of the rows, in their order.
         draws: the calls that drew numbers, in order.
-        moved: the states of those global generators that changed within the model and the loss, after it.
+        moved: the states of the global generators that changed within the model and the loss, after the pass.
     """
 
     seen: list[Seen]
@@ -62,14 +62,14 @@ class Sharing:
 
     Args:
         run: makes a pass over this many copies of a row, with these numbers.
-        copies: how many copies a microbatch has room for.
+        copies: number of copies for which a microbatch has room.
         tolerance: the largest relative difference of a loss that rounding explains.
         in_lockstep: whether other processes run the same passes; otherwise fewer copies are taken if memory runs out.
 
     Attributes:
-        message: what is wrong, in one line; None: nothing was found.
+        message: the finding, in one line; None: nothing was found.
         shared: draws that do not grow with the number of copies.
-        generators: names of generators whose numbers do not.
+        generators: names of generators whose numbers do not grow with it.
     """
 
     def __init__(self, run: Callable[[int, Numbers], Pass], copies: int, tolerance: float, in_lockstep: bool) -> None:
@@ -80,7 +80,7 @@ class Sharing:
         self.generators: frozenset[str] = frozenset()
 
     def look(self) -> None:
-        """Compare the draws of one row with those of copies; two passes."""
+        """Compare the draws of one row with those of copies; takes two passes."""
         alone, self._usual = self._run(1, Numbers()), self._fitting()
         self._copies = len(self._usual.seen)
         self.shared = frozenset(shared_draws(alone.draws, self._usual.draws, self._copies))
@@ -89,7 +89,7 @@ class Sharing:
             self._tell("every number of a mask acts")
 
     def _fitting(self) -> Pass:
-        """Return a pass over as many copies as memory has room for."""
+        """Return a pass over as many copies as fit in memory."""
         while True:
             try:
                 return self._run(self._copies, Numbers())
@@ -100,9 +100,9 @@ class Sharing:
             self._copies //= 2
 
     def force(self) -> None:
-        """Compare the losses of copies while only numbers that are shared change; five passes."""
+        """Compare the losses of copies while only shared numbers change; takes five passes."""
         usual = self._usual.seen
-        room = self._tolerance * max(1.0, 1 / max(1e-30, abs(usual[0].loss)))  # of a norm near a loss of 0
+        room = self._tolerance * max(1.0, 1 / max(1e-30, abs(usual[0].loss)))  # for a norm near a loss of 0
         for to in _TRIED:
             try:
                 forced = self._run(self._copies, Numbers(self.shared, self.generators, to)).seen
@@ -144,7 +144,7 @@ def shared_draws(alone: Sequence[Draw], copies: Sequence[Draw], count: int) -> l
 
 
 def shared_generators(alone: Mapping[str, Any], copies: Mapping[str, Any]) -> frozenset[str]:
-    """Return Python's and NumPy's generator where they move, and as far for one row as for several.
+    """Return Python's and NumPy's generator if they move equally far for one row and for several.
 
     Args:
         alone: states after a pass over one row, of generators that moved.
@@ -154,7 +154,7 @@ def shared_generators(alone: Mapping[str, Any], copies: Mapping[str, Any]) -> fr
 
 
 def _words(shared: Iterable[Draw], generators: Iterable[str], copies: int) -> str:
-    """Return words for the numbers that are shared: the first draw in the code, or the generators."""
+    """Return a description of the shared numbers: the first draw in the code, or the generators."""
     draws = sorted(shared, key=lambda one: (one.name != DROPOUT, one.where))
     if not draws:
         return f"{' and '.join(sorted(generators))} global generator gives as many numbers for one row as for {copies}"

@@ -1,23 +1,23 @@
-"""The watch over weights, buffers and gradients: only the engine's noisy gradient may change what a run releases.
+"""Watch weights, buffers and gradients: only the engine's noisy gradient may change what a run releases.
 
-The guarantee covers the noisy sum that a private step leaves for the optimizer. Private data could reach the weights in
+The guarantee covers the noisy sum that a private step passes to the optimizer. Private data could reach the weights in
 other ways: a running statistic in a buffer, a parameter unfrozen during the run, a loss with its own parameter, a
 second optimizer, an average that is copied back. Each is refused before the next update or save:
 
 * Buffers, frozen parameters and scales of quantised weights stay as they were at `PrivateRun.attach`. Equal values may
   be written, and a cache that is not saved may grow.
 * Trained parameters change only within the optimizer's ``step``, without a closure.
-* The optimizer receives exactly the gradients of the private step, and none of any other parameter.
-* Trainable tensors outside the model, such as a head within the loss, stay as they are while losses depend on them.
+* The optimizer receives exactly the gradients of the private step, and none for any other parameter.
+* Trainable tensors outside the model, such as a head within the loss, do not change while losses depend on them.
 * No parameter is unfrozen, frozen, replaced, added, removed or tied to another one.
 
 A *stamp* is the address and version counter of each local piece of a tensor; comparing stamps needs no device. A write
 through ``.data`` raises no counter, so a snapshot also has a *sample* of each piece, at most 64 evenly spaced entries.
 Stamps are compared before a step, when the private gradient is complete, and before the update; samples when the
-gradient is complete, so that each device is read once. The weights' samples from just before the update are part of the
-comparison in the next step, since the update itself accepts new weights. No step reads whole weights: checksums of the
-frozen tensors are computed when a model is attached, and compared at each save and the end. A save also takes one of
-the trained weights: until the next update, whoever writes the same weights is accepted.
+gradient is complete, so each device is read once. The weights' samples from just before the update are
+compared in the next step, since the update itself accepts new weights. No step reads whole weights: checksums of the
+frozen tensors are computed when a model is attached, and compared at each save and at the end. A save also takes a
+checksum of the trained weights: until the next update, writing the same weights is accepted.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ Stamp = tuple[tuple[int, int], ...]
 Samples = dict[tuple[torch.device, torch.dtype], Tensor]
 """Samples of many tensors, as integers, by device and width."""
 _Views = dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor]]]
-_SAMPLED = 64  # entries of a piece
+_SAMPLED = 64  # entries sampled from a piece
 _AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FROZEN, _BUFFER, _SCALE, _OUTSIDE = "frozen parameter", "buffer", "scale of a quantised weight", "outside tensor"
-_BETWEEN = "between two private steps, other than by optimizer.step()"
+_BETWEEN = "between two private steps, not by optimizer.step()"
 _DURING = "during a private step, by the model's forward pass, the loss or the collator"
-_SINCE_UPDATE = "between two updates, other than by optimizer.step()"
+_SINCE_UPDATE = "between two updates, not by optimizer.step()"
 _UNTIL_UPDATE = "between the private step and optimizer.step()"
 _AT_SAVE = "after optimizer.step(), before weights were saved"
 
@@ -67,8 +67,8 @@ class Snapshot:
     """Stamps and samples of tensors at one moment.
 
     Args:
-        tensors: the tensors by key; sharded, quantised or None are allowed.
-        before: an earlier snapshot, whose views of the memory are used again if no tensor has moved.
+        tensors: the tensors by key; sharded or quantised tensors and None are allowed.
+        before: an earlier snapshot, whose views of the memory are reused if no tensor has moved.
 
     Attributes:
         stamps: the stamp of each tensor.
@@ -91,15 +91,15 @@ class Snapshot:
 
     @torch.no_grad()
     def written(self, tensors: Mapping[str, Any]) -> list[str]:
-        """Return the keys of the tensors that are new, written or replaced by their stamps; reads no device."""
+        """Return the keys of tensors that are new, written or replaced, judged by their stamps; reads no device."""
         return [key for key, tensor in tensors.items() if stamp_of(tensor) != self.stamps.get(key)]
 
     def read(self) -> Samples:
-        """Queue copies of the present samples, of the memory that the tensors had at the moment of the snapshot."""
+        """Queue copies of the current samples, from the memory that the tensors had at the moment of the snapshot."""
         return {kind: torch.cat([view for _, view in parts]) for kind, parts in self._views.items()}
 
     def changed(self, samples: Samples) -> list[str]:
-        """Return the keys of the tensors with other samples, where `samples` comes from `read`; waits for devices."""
+        """Return the keys of the tensors whose samples differ from `samples` (by `read`); waits for devices."""
         keys: dict[str, None] = {}
         for kind, parts in self._views.items():
             lengths = [len(view) for _, view in parts]
@@ -115,10 +115,10 @@ class _Fixed:
     Attributes:
         name: its path in the model.
         kind: frozen parameter, buffer, scale of a quantised weight, or outside tensor.
-        tensor: returns it; None: it is gone.
+        tensor: returns the tensor; None: it no longer exists.
         saved: whether it is part of the saved state.
-        shape: when it was accepted.
-        checksum: when it was accepted; None: it is new.
+        shape: shape when it was accepted.
+        checksum: checksum when it was accepted; None: it is new.
     """
 
     name: str
@@ -130,7 +130,7 @@ class _Fixed:
 
     @property
     def key(self) -> str:
-        """Kind and name: a module may hold a tensor of two kinds under one name, such as a weight and its scale."""
+        """Kind and name: a module may hold tensors of two kinds under one name, such as a weight and its scale."""
         return f"{self.kind} {self.name}"
 
 
@@ -142,13 +142,13 @@ class Watch:
         optimizer: the prepared optimizer; wrappers are removed.
         trainable: the clipped parameters, by name.
         hands_in: for an engine that updates within the private step and takes gradients through autograd (DeepSpeed):
-            returns whether it passes them at the moment; any other gradient is refused. None: the private step leaves
-            gradients for the optimizer, which are compared before each update.
+            returns whether it is passing them at the moment; any other gradient is refused. None: the private step
+            leaves gradients for the optimizer, which are compared before each update.
         several: whether there are other processes, which wait for this one in the next collective: a changed gradient
-            is dropped, this process takes no update, and the error is raised in the next step or save, which all
+            is dropped, this process makes no update, and the error is raised in the next step or save, which all
             processes enter together. False: the error is raised at once.
         before_update: called before each update by the optimizer; its `WatchError` is treated like the watch's own.
-        after_update: called after each update by the optimizer; None: nothing is.
+        after_update: called after each update by the optimizer; None: no call.
 
     Raises:
         WatchError: the optimizer holds a trainable parameter that is not clipped.
@@ -181,13 +181,13 @@ class Watch:
             ]
         else:
             self._handles += [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self._trainable.values()]
-        self._weights = Snapshot({})  # as the last update left them
+        self._weights = Snapshot({})  # of the last update's results
         self._at_save: Checksum | None  # of the weights, if a save has compared them since the last update
         self._fixed: dict[str, _Fixed] = {}
         self.rebase()
 
     def rebase(self) -> None:
-        """Store the present state for later comparisons, after a checkpoint was loaded."""
+        """Store the current state for later comparisons, after a checkpoint was loaded."""
         outside = {key: fixed for key, fixed in self._fixed.items() if fixed.kind == _OUTSIDE}
         self._fixed = outside | {fixed.key: fixed for fixed in self._find_fixed()}
         self._note_places()
@@ -206,7 +206,7 @@ class Watch:
     # ------------------------------------------------------------------ steps
 
     def before_step(self) -> None:
-        """Compare with the state after the step before; reads no device.
+        """Compare with the state after the previous step; reads no device.
 
         Raises:
             WatchError: a tensor was written, unfrozen or frozen in between.
@@ -217,7 +217,7 @@ class Watch:
         self._gradients = {}
 
     def complete(self) -> None:
-        """Compare when the private gradient is formed, before any update; reads each device once.
+        """Compare when the private gradient is complete, before any update; reads each device once.
 
         Raises:
             WatchError: forward or backward pass, loss or collator wrote to a watched tensor.
@@ -226,7 +226,7 @@ class Watch:
         self._compare_samples(_SINCE_UPDATE)
         if received := [name for name, one in self._frozen().items() if getattr(one, "grad", None) is not None]:
             raise WatchError(
-                f"{received[0]} is not trained and has a gradient: it is not clipped, and no noise covers it. Set "
+                f"{received[0]} is not trained but has a gradient, which is neither clipped nor noised. Set "
                 "requires_grad of all parameters, and .grad of frozen ones to None, before the run is attached"
             )
 
@@ -239,7 +239,7 @@ class Watch:
         self._gradients = {name: (grad, stamp_of(grad)) for name, grad in grads.items() if grad is not None}
 
     def look(self, loss_B: Tensor) -> Tensor:
-        """Return the losses, and watch the trainable tensors outside the model that they depend on."""
+        """Return the losses, and watch the trainable tensors outside the model on which they depend."""
         for leaf in leaves_of(loss_B) if isinstance(loss_B, Tensor) else ():
             if id(leaf) in self._known:
                 continue
@@ -250,21 +250,21 @@ class Watch:
         return loss_B
 
     def is_written(self) -> bool:
-        """Return whether a trained parameter differs from the last update, by stamps and samples; waits for devices."""
+        """Return whether a trained parameter changed since the last update, by stamps and samples; reads devices."""
         return bool(self._weights.written(self._trainable) or self._weights.changed(self._weights.read()))
 
     def accept_restored(self) -> None:
-        """Accept the stamps of weights that the run's own average has replaced and put back, if no sample differs."""
+        """Accept the stamps of weights that the run's own average replaced and restored, if no sample differs."""
         now = Snapshot(self._trainable)
         if not self._weights.changed(now.samples):
             self._weights = now
 
     def check_everything(self) -> None:
-        """Compare all tensors, those that are not trained by whole checksums; before each save, and at the end.
+        """Compare all tensors, untrained ones by full checksums; before each save and at the end.
 
         Raises:
-            WatchError: one changed since the run was attached, or something other than the optimizer wrote to a trained
-                parameter.
+            WatchError: a tensor changed since the run was attached, or something other than the optimizer wrote to a
+                trained parameter.
         """
         if self._deferred is not None:
             raise self._deferred
@@ -282,7 +282,7 @@ class Watch:
             by_checksums: compare all tensors that are not trained by their checksums.
 
         Raises:
-            WatchError: a tensor has other values, or the model has other parameters or trains others.
+            WatchError: a tensor has different values, or the model has or trains different parameters.
         """
         self._check_parameters()
         self._compare_weights(when)
@@ -310,13 +310,13 @@ class Watch:
             return
         if self._at_save is None or values([self._at_save]) != values([Checksum(self._trainable.values())]):
             raise self._refusal(written[0], when)
-        self._weights = Snapshot(self._trainable)  # DeepSpeed writes the same weights when it saves them
+        self._weights = Snapshot(self._trainable)  # DeepSpeed rewrites the same weights when it saves them
 
     def _accept_weights(self) -> None:
         self._weights, self._at_save = Snapshot(self._trainable, self._weights), None
 
     def _compare_samples(self, when: str) -> None:
-        """Compare the samples, with one wait for each device; the stamps have just been compared.
+        """Compare the samples, with one wait per device; the stamps have just been compared.
 
         Raises:
             WatchError: samples differ.
@@ -335,23 +335,23 @@ class Watch:
         """Return the error about a tensor that changed."""
         if key in self._trainable:
             return WatchError(
-                f"{key} was written {when}, so it is not as the last update left it, and only weights that change by "
-                "the noisy gradient are covered. Remove the code that writes to it (a callback, a second optimizer, "
-                'max_norm of an embedding); for an average of the weights, use average="ema" of DPTrainer or averaging '
-                "of PrivateRun.attach, and evaluate other weights in copy.deepcopy(model). Load checkpoints before "
-                "attach(), or register the run: accelerator.register_for_checkpointing(run)"
+                f"{key} was written {when}, so it differs from its value after the last update, and the guarantee "
+                "covers only weights that change by the noisy gradient. Remove the code that writes to it (a callback, "
+                'a second optimizer, max_norm of an embedding); for an average of the weights, use average="ema" of '
+                "DPTrainer or averaging of PrivateRun.attach, and evaluate other weights in copy.deepcopy(model). Load "
+                "checkpoints before attach(), or register the run: accelerator.register_for_checkpointing(run)"
             )
         if (fixed := self._fixed[key]).kind == _OUTSIDE:
             return WatchError(
-                f"A trainable tensor of shape {fixed.shape}, which the losses depend on and the model does not hold, "
-                f"was written {when}, perhaps by its own optimizer. Its gradients are not clipped and get no noise, so "
-                "private rows would reach all later losses through it. Make it a part of the model, train it on public "
-                "data only, or, if it follows the private weights, set requires_grad_(False)"
+                f"A trainable tensor of shape {fixed.shape}, on which the losses depend but which the model does not "
+                f"hold, was written {when}, perhaps by its own optimizer. Its gradients are neither clipped nor "
+                "noised, so private rows would reach all later losses through it. Make it a part of the model, train "
+                "it on public data only, or, if it follows the private weights, set requires_grad_(False)"
             )
         return WatchError(
-            f"The {key} changed {when}. Values computed from private rows must reach the model only through "
-            "the noisy gradient, unlike running statistics, max_norm of an embedding, or weights written by a "
-            "callback. Freeze the statistic, leave max_norm out, or remove the callback; do not release any output of "
+            f"The {key} changed {when}. Values computed from private rows may reach the model only through "
+            "the noisy gradient, not through running statistics, max_norm of an embedding, or weights written by a "
+            "callback. Freeze the statistic, remove max_norm, or remove the callback; do not release any output of "
             "this run"
         )
 
@@ -369,15 +369,15 @@ class Watch:
         for name in sorted(self._places.keys() | now.keys()):
             if self._places.get(name) is not now.get(name):
                 raise WatchError(
-                    f"{name} is another parameter than when the run was attached: it, or a module that holds it, was "
-                    "replaced, added, removed or tied. No noise covers the new one. Change the model before the run "
-                    "is attached, or after it has ended, in a copy that is saved elsewhere"
+                    f"{name} is a different parameter than when the run was attached: it, or a module that holds it, "
+                    "was replaced, added, removed or tied, and no noise covers the new one. Change the model before "
+                    "the run is attached, or after it has ended, in a copy that is saved elsewhere"
                 )
         for fixed in self._find_fixed():
             if fixed.kind == _BUFFER and fixed.key not in self._fixed and (fixed.saved or fixed.tensor().requires_grad):
                 raise WatchError(
-                    f"The buffer {fixed.name} was added to the model after the run was attached, and it would be saved "
-                    "or trained: no noise covers it. Register it before the run starts, or with persistent=False"
+                    f"The buffer {fixed.name} was added to the model after the run was attached and would be saved "
+                    "or trained without noise. Register it before the run starts, or with persistent=False"
                 )
             if fixed.key not in self._fixed:
                 self._watch(fixed)
@@ -392,7 +392,7 @@ class Watch:
         """Check that the same parameters are trained as at the start.
 
         Raises:
-            WatchError: one was unfrozen or frozen.
+            WatchError: a parameter was unfrozen or frozen.
         """
         frozen = self._frozen()
         what = [f"{name} was unfrozen" for name, tensor in frozen.items() if getattr(tensor, "requires_grad", 0)]
@@ -407,13 +407,13 @@ class Watch:
         return {one.name: one.tensor() for one in self._fixed.values() if one.kind == _FROZEN}
 
     def _note_places(self) -> None:
-        """Store the places of parameters and buffers; references keep the ids of `_layout` from being used again."""
+        """Store the places of parameters and buffers; references keep the ids of `_layout` from being reused."""
         self._modules = list(self._model.modules())
         self._places = {} if self._sharded else dict(self._model.named_parameters(remove_duplicate=False))
         self._noted_layout = self._layout()
 
     def _layout(self) -> list[int | str]:
-        """Return the id of each module and parameter, and the names of buffers: faster to compare than paths."""
+        """Return the id of each module and parameter, and the names of buffers, which compare faster than paths."""
         held = (parts for module in self._modules for parts in (module._modules, module._parameters))
         layout: list[int | str] = [id(part) for parts in held for part in parts.values()]
         buffers = (named for module in self._modules for named in module._buffers.items())
@@ -457,17 +457,17 @@ class Watch:
         if missing:
             raise WatchError(
                 f"{missing[0]} is trainable, but the optimizer does not hold it ({len(missing)} parameter(s) are "
-                "missing): it would take its share of the clip norm and never be trained. Give the run one optimizer "
+                "missing), so it would use up part of the clip norm but never be trained. Give the run one optimizer "
                 "with all trainable parameters (several can be joined in a torch.optim.Optimizer whose step() calls "
-                "theirs), or freeze it before the run is attached"
+                "theirs), or freeze the parameter before the run is attached"
             )
 
     def _before_update(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         try:
             if any(callable(given) for given in (*args[1:], kwargs.get("closure"))):
                 raise WatchError(
-                    "optimizer.step() was called with a closure, which runs within the update and could write other "
-                    "gradients than the private one. Call optimizer.step() without arguments"
+                    "optimizer.step() was called with a closure, which runs within the update and could replace "
+                    "the private gradients. Call optimizer.step() without arguments"
                 )
             self._refuse_extra(optimizer)
             self._compare_weights(_UNTIL_UPDATE)
@@ -488,21 +488,21 @@ class Watch:
             grad, (own, stamp) = parameter.grad, self._gradients.get(name, (None, ()))
             if grad is not None and not self._gradients:
                 raise WatchError(
-                    f"optimizer.step() was called, and {name} has a gradient that no private step left: the last "
+                    f"optimizer.step() was called, and {name} has a gradient that no private step computed: the last "
                     "step failed, or a checkpoint was loaded after it. It would reach the weights without clipping and "
-                    "noise. Do not step the optimizer after a step that failed; resume from a checkpoint"
+                    "noise. Do not step the optimizer after a failed step; resume from a checkpoint"
                 )
             if (own is not None and own is not grad) or (grad is not None and stamp_of(grad) != stamp):
                 raise WatchError(
-                    f"The gradient of {name} is not the one that the private step left: something wrote to it, "
-                    "replaced it or took it away (a second backward pass, gradient clipping, a callback). Run nothing "
-                    "that touches .grad between the private step and optimizer.step(), and zero_grad() after it"
+                    f"The gradient of {name} changed after the private step computed it: something wrote to it, "
+                    "replaced it or removed it (a second backward pass, gradient clipping, a callback). Run nothing "
+                    "that touches .grad between the private step and optimizer.step(), and call zero_grad() after it"
                 )
 
     def _after_update(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         del optimizer, args, kwargs
         self._accept_weights()
-        # Only the stamps: the memory of the gradients is needed.
+        # Only the stamps, to free the memory of the gradients.
         self._gradients = {name: (None, stamp) for name, (_, stamp) in self._gradients.items()}
         if self._after is not None:
             self._after()

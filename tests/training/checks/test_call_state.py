@@ -259,7 +259,7 @@ def secretly(rows, secret=random.SystemRandom()):  # noqa: B008
 @pytest.mark.parametrize("collate", [in_turn, Queue(), Growing(), secretly], ids=["turn", "queue", "slowly", "own"])
 def test_a_collator_whose_rows_follow_its_calls_is_refused(collate, batch, tmp_path):
     """Which call a row gets depends on the rows before it. Numbers of its own cannot be told from a queue."""
-    with pytest.raises(IndependenceError, match="gives a row other values"):
+    with pytest.raises(IndependenceError, match="returned different values for a row"):
         trainer(tmp_path, llama(), batch=batch, data_collator=collate).train()
 
 
@@ -296,7 +296,7 @@ def test_rows_that_are_made_with_random_numbers_are_an_open_point(tmp_path):
     """A comparison cannot tell the text of other records from a row's own random numbers."""
     run = trainer(tmp_path, llama(), Redrawn())
     run.train()
-    assert any("made again at each reading" in one for one in run.privacy_report()["open_points"])
+    assert any("makes its rows at each read" in one for one in run.privacy_report()["open_points"])
 
 
 class Coin:
@@ -318,7 +318,7 @@ class Coin:
 def test_a_loss_with_its_own_generator_is_refused(tmp_path):
     """Its seed is public, and a coin of one in twenty is missed by a few random states."""
     loss = Coin(torch.Generator().manual_seed(3))
-    with pytest.raises(IndependenceError, match=r"The loss keeps its own random generator \(generator: Generator\)"):
+    with pytest.raises(IndependenceError, match=r"The loss has its own random generator \(generator: Generator\)"):
         trainer(tmp_path, llama(), compute_loss_func=loss).train()
 
 

@@ -236,7 +236,7 @@ def test_a_base_rate_that_is_found_at_the_start_of_training_is_refused(tmp_path)
             lr_scheduler.base_lrs = [0.777 for _ in lr_scheduler.base_lrs]
 
     run = trainer(tmp_path, callbacks=[Finder()], args=arguments(tmp_path, learning_rate=0.01, warmup_steps=2))
-    with pytest.raises(WatchError, match="begins from the learning rate"):
+    with pytest.raises(WatchError, match="starts from the learning rate"):
         run.train()
     assert read_ledger(tmp_path / LEDGER_FILE).num_steps == 0
 

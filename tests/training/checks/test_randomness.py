@@ -355,11 +355,11 @@ PARTS = {
 def test_a_collator_or_a_data_set_with_a_generator_of_its_own_is_refused_by_name(part, rng, tmp_path):
     """Its numbers shift with the rows before."""
     holder, model = PARTS[part](rng), network()
-    with pytest.raises(ConfigError, match=rf"The data set keeps its own random generator \(rng: {type(rng).__name__}"):
+    with pytest.raises(ConfigError, match=rf"The data set has its own random generator \(rng: {type(rng).__name__}"):
         refuse_own_generators(model, [], [("The data set", holder)])
     plan = plan_of()
     run = PrivateRun(plan, dataclasses.replace(rows_of(), collate=holder), ledger_of(tmp_path, plan))
-    with pytest.raises(ConfigError, match="The collator keeps"):
+    with pytest.raises(ConfigError, match="The collator has its own random generator"):
         run.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 

@@ -338,7 +338,7 @@ def test_a_forward_pass_that_unfreezes_is_stopped_before_the_update(tmp_path):
 def test_a_gradient_that_was_touched_is_refused_in_every_step(spoil, step, tmp_path):
     """Not in the first step only."""
     touch = FromStep("on_pre_optimizer_step", step, lambda m: spoil(m.lm_head.weight))
-    match = r"The gradient of lm_head\.weight is not the one that the private step left"
+    match = r"The gradient of lm_head\.weight changed after the private step"
     assert stopped(tmp_path, LlamaForCausalLM(tiny_llama_config()), touch, match) == step + 1
 
 
@@ -417,7 +417,7 @@ def test_trained_weights_that_are_not_those_of_the_last_update_are_found_before_
     run, optimizer = run_of(tmp_path, model)
     take(run, optimizer, 4)
     model[2].bias.data += 1e-6
-    with pytest.raises(WatchError, match="update left"):
+    with pytest.raises(WatchError, match="after the last update"):
         run.finish()
 
 
@@ -700,10 +700,10 @@ PLANTED = {
     ),
     "an auxiliary backward pass": Bug("gradient", backward_again, "update 3", "backward.. was called", GhostError),
     "a gradient of one's own added": Bug(
-        "gradient", each_weight(lambda p: p.grad.add_(1)), "update 3", "is not the one that the private step left"
+        "gradient", each_weight(lambda p: p.grad.add_(1)), "update 3", "changed after the private step"
     ),
-    "weights tied": Bug("begin", tie, "step 3", r"2\.weight is another parameter"),
-    "weights tied after the last step": Bug("end", tie, "end", r"2\.weight is another parameter"),
+    "weights tied": Bug("begin", tie, "step 3", r"2\.weight is a different parameter"),
+    "weights tied after the last step": Bug("end", tie, "end", r"2\.weight is a different parameter"),
     "the step of a second optimizer": Bug("gradient", step_of_another, "update 3", "was written between the private"),
     "its step after the update": Bug("update", step_of_another, "step 4", "was written between two"),
     "a learning rate set by a callback": Bug("gradient", set_rate, "update 3", r"learning rate of step 3 is 0\.01"),
