@@ -3,12 +3,13 @@
 # make test-core    its tests without those of the methods; make test-methods: the tests of the methods alone
 # make test-random  the same tests in a random order: none may depend on another
 # make test-deep    the same with every test: all mutations, planted bugs and combinations, whole runs on every engine
+# make lock         the newest versions into requirements*.lock; UPGRADE="--upgrade-package NAME" raises one alone
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 RUN := runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: quickstart test test-core test-methods test-random test-deep check docs setup format clean
+.PHONY: quickstart test test-core test-methods test-random test-deep check docs setup lock format clean
 
 # Threads that wait for each other sleep instead of spinning: a machine that is busy otherwise stays usable.
 quickstart: $(VENV)/.quickstart
@@ -50,18 +51,32 @@ format: setup
 
 setup: $(VENV)/.installed
 
-# torch goes first and by pip, so that the build named in constraints.txt is taken before anything else asks for one.
-$(VENV)/.quickstart: pyproject.toml constraints.txt
+# torch goes first, in the build that the index or uv offers for this machine: the locks do not list it (pyproject.toml).
+$(VENV)/.quickstart: pyproject.toml constraints.txt requirements.lock
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[quickstart]'
+	$(BIN)/pip install --quiet --no-deps --require-hashes --requirement requirements.lock
+	$(BIN)/pip install --quiet --no-deps --editable .
 	touch $@
 
-$(VENV)/.installed: $(VENV)/.quickstart
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[quickstart,dev]'
+$(VENV)/.installed: $(VENV)/.quickstart requirements-dev.lock
+	$(BIN)/pip install --quiet --no-deps --require-hashes --requirement requirements-dev.lock
 	# Its auditing file alone is wanted, which the tests compare with; its dependencies are gigabytes.
 	$(BIN)/pip install --quiet --no-deps 'jax-privacy>=2.0,<3'
 	touch $@
+
+# First the developers' versions, then those of the quickstart among them.
+UPGRADE ?= --upgrade
+UV := build/uv/bin/uv
+COMPILE := $(UV) pip compile --quiet $(UPGRADE) --universal --python-version 3.11 --fork-strategy fewest \
+	--prerelease disallow --generate-hashes --no-annotate --no-emit-package torch --custom-compile-command 'make lock' \
+	--extra quickstart pyproject.toml
+
+lock:
+	$(PYTHON) -m venv build/uv
+	build/uv/bin/pip install --quiet uv
+	$(COMPILE) --constraint constraints.txt --extra dev --output-file requirements-dev.lock
+	$(COMPILE) --constraint constraints.txt --constraint requirements-dev.lock --output-file requirements.lock
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
