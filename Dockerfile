@@ -19,9 +19,9 @@ FROM python:3.13-slim
 # Triton and torch.compile compile kernels with a C compiler, as a run starts.
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/* \
-    && useradd --create-home --uid 1000 dpllm
+    && useradd --create-home --uid 1000 dpllm && chmod 777 /home/dpllm
 COPY --from=build /opt/dpllm /opt/dpllm
-ENV PATH=/opt/dpllm/bin:$PATH
+ENV PATH=/opt/dpllm/bin:$PATH HOME=/home/dpllm
 USER 1000
 WORKDIR /data
 ENTRYPOINT ["dpllm"]
