@@ -1,5 +1,5 @@
 # CPU:  docker build -t dpllm .
-# GPU:  docker build -t dpllm:cuda --build-arg TORCH_BACKEND=cu130 .     (any back end of `uv pip install --torch-backend`)
+# GPU:  docker build -t dpllm:cuda --build-arg TORCH_BACKEND=cu130 .   (`uv pip install --help` lists them)
 # Run:  docker run --rm --user "$(id -u)" -v "$PWD:/data" dpllm train recipe.yaml          (GPUs: --gpus all --ipc=host)
 FROM python:3.13-slim AS build
 ARG TORCH_BACKEND=cpu

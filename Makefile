@@ -3,7 +3,7 @@
 # make test-core    its tests without those of the methods; make test-methods: the tests of the methods alone
 # make test-random  the same tests in a random order: none may depend on another
 # make test-deep    the same with every test: all mutations, planted bugs and combinations, whole runs on every engine
-# make lane         the nets with the oldest versions that pyproject.toml allows, in build/lane-oldest; LANE=newest: the newest
+# make lane         the nets with the oldest versions that pyproject.toml allows; with LANE=newest, the newest
 # make dist         wheel and source distribution in dist/, checked
 # make lock         the newest versions into requirements*.lock; UPGRADE="--upgrade-package NAME" raises one alone
 PYTHON ?= python3
@@ -53,7 +53,7 @@ format: setup
 
 setup: $(VENV)/.installed
 
-# torch goes first, in the build that the index or uv offers for this machine: the locks do not list it (pyproject.toml).
+# torch goes first, in the build that the index offers for this machine: the locks do not list it (pyproject.toml).
 $(VENV)/.quickstart: pyproject.toml constraints.txt requirements.lock
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch

@@ -97,7 +97,8 @@ def shell_commands():
     found = [step["run"] for path in WORKFLOWS for step in steps(path) if "run" in step]
     hooks = yaml.safe_load(read(".pre-commit-config.yaml"))["repos"][0]["hooks"]
     found += [hook["entry"] for hook in hooks]
-    found.append(json.loads(read(".devcontainer/devcontainer.json"))["postCreateCommand"])
+    container = json.loads(read(".devcontainer/devcontainer.json"))
+    found += [command for key, command in container.items() if key.endswith("Command")]
     found += re.findall(r"^(?:RUN|COPY) (?!--from)((?:.*\\\n)*.*)", read("Dockerfile"), flags=re.MULTILINE)
     return "\n".join([*found, read("AGENTS.md")])
 
