@@ -13,7 +13,7 @@ RUN uv pip install --torch-backend "$TORCH_BACKEND" --constraint constraints.txt
     && uv pip install --no-deps --require-hashes --requirement requirements.lock
 # With .git: the version and the commit that reports name are those of the checkout.
 COPY . .
-RUN uv pip install --no-deps .
+RUN uv pip install --no-deps --no-build-isolation .
 
 FROM python:3.13-slim
 # Triton and torch.compile compile kernels with a C compiler, as a run starts.
