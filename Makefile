@@ -3,12 +3,15 @@
 # make test-core    its tests without those of the methods; make test-methods: the tests of the methods alone
 # make test-random  the same tests in a random order: none may depend on another
 # make test-deep    the same with every test: all mutations, planted bugs and combinations, whole runs on every engine
+# make lane         the nets with the oldest versions that pyproject.toml allows; with LANE=newest, the newest
+# make dist         wheel and source distribution in dist/, checked
+# make lock         the newest versions into requirements*.lock; UPGRADE="--upgrade-package NAME" raises one alone
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 RUN := runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: quickstart test test-core test-methods test-random test-deep check docs setup format clean
+.PHONY: quickstart test test-core test-methods test-random test-deep check docs setup lane dist lock format clean
 
 # Threads that wait for each other sleep instead of spinning: a machine that is busy otherwise stays usable.
 quickstart: $(VENV)/.quickstart
@@ -50,18 +53,55 @@ format: setup
 
 setup: $(VENV)/.installed
 
-# torch goes first and by pip, so that the build named in constraints.txt is taken before anything else asks for one.
-$(VENV)/.quickstart: pyproject.toml constraints.txt
+# torch goes first, in the build that the index offers for this machine: the locks do not list it (pyproject.toml).
+$(VENV)/.quickstart: pyproject.toml constraints.txt requirements.lock
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[quickstart]'
+	$(BIN)/pip install --quiet --no-deps --require-hashes --requirement requirements.lock
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
-$(VENV)/.installed: $(VENV)/.quickstart
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[quickstart,dev]'
+$(VENV)/.installed: $(VENV)/.quickstart requirements-dev.lock
+	$(BIN)/pip install --quiet --no-deps --require-hashes --requirement requirements-dev.lock
 	# Its auditing file alone is wanted, which the tests compare with; its dependencies are gigabytes.
 	$(BIN)/pip install --quiet --no-deps 'jax-privacy>=2.0,<3'
 	touch $@
 
+# First the developers' versions, then those of the quickstart among them.
+UPGRADE ?= --upgrade
+UV := build/uv/bin/uv
+COMPILE := $(UV) pip compile --quiet $(UPGRADE) --universal --python-version 3.11 --fork-strategy fewest \
+	--prerelease disallow --generate-hashes --no-annotate --no-emit-package torch --custom-compile-command 'make lock' \
+	--extra quickstart pyproject.toml
+
+lock:
+	$(PYTHON) -m venv build/uv
+	build/uv/bin/pip install --quiet uv
+	$(COMPILE) --constraint constraints.txt --extra dev --output-file requirements-dev.lock
+	$(COMPILE) --constraint constraints.txt --constraint requirements-dev.lock --output-file requirements.lock
+
+# The lower bounds of the required packages as constraints; the newest of everything else.
+LANE ?= oldest
+LANE_BIN := build/lane-$(LANE)/bin
+
+lane:
+	$(PYTHON) -m venv build/lane-$(LANE)
+	$(LANE_BIN)/pip install --quiet uv
+	sed -nE 's/^    "([a-z0-9-]+)>=([0-9.]+).*/\1==\2/p' pyproject.toml > build/oldest.txt
+	: > build/newest.txt
+	$(LANE_BIN)/uv pip install --quiet --python $(LANE_BIN)/python --constraint build/$(LANE).txt \
+		--editable '.[quickstart,trl,metrics,excel]' jsonschema pytest pytest-xdist hypothesis
+	$(LANE_BIN)/uv pip install --quiet --python $(LANE_BIN)/python --no-deps 'jax-privacy>=2.0,<3'
+	OMP_NUM_THREADS=1 $(LANE_BIN)/pytest -n 2 --dist loadfile -m "not deep" \
+		tests/reference tests/invariant tests/zoo tests/privacy tests/mechanism
+
+dist:
+	$(PYTHON) -m venv build/dist
+	build/dist/bin/pip install --quiet build twine check-wheel-contents
+	rm -rf dist
+	build/dist/bin/python -m build
+	build/dist/bin/twine check --strict dist/*
+	build/dist/bin/check-wheel-contents dist/*.whl
+
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

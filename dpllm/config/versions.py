@@ -28,7 +28,8 @@ class CodeVersion(NamedTuple):
     """The version of dpllm that is running."""
 
     version: str
-    """By PEP 440, such as "0.2.dev875+g6d2265a1c.dirty"; "0.2.dev0+unknown" where no commit is known."""
+    """By PEP 440: of the tag on the commit ("0.2" of v0.2), or such as "0.2.dev875+g6d2265a1c.dirty", or
+    "0.2.dev0+unknown" where no commit is known."""
     commit: str | None
     """The commit in full; None: unknown."""
     changed: bool
@@ -78,6 +79,9 @@ def _of_checkout(package: Path) -> CodeVersion | None:
     if Path(top).resolve() != root or count is None or status is None or new is None:
         return None
     changed = bool(status or new)
+    release = _git(root, "describe", "--exact-match", "--tags", "--match", "v[0-9]*", "HEAD")
+    if release is not None and not changed:
+        return CodeVersion(release.removeprefix("v"), commit, False)
     local = f"g{commit[:_SHORT]}{'.dirty' if changed else ''}"
     return CodeVersion(f"{_NEXT_RELEASE}.dev{count}+{local}", commit, changed)
 

@@ -73,6 +73,19 @@ def test_two_commits_have_two_versions_and_a_changed_tree_has_a_third(checkout):
     assert Version(found(checkout)[0]) > Version(f"0.2.dev1+g{first[:9]}")
 
 
+def test_the_commit_of_a_tag_is_that_release_unless_it_is_changed(checkout):
+    """An index takes no version that names a commit; other tags name no release."""
+    first = git(checkout, "rev-parse", "HEAD").strip()
+    git(checkout, "tag", "tried")
+    assert found(checkout) == (f"0.2.dev1+g{first[:9]}", first, False)
+    git(checkout, "tag", "v0.2rc1")
+    assert found(checkout) == ("0.2rc1", first, False)
+    (checkout / "dpllm" / "mechanism" / "limits.py").write_text("changed = 1\n")
+    assert found(checkout) == (f"0.2.dev1+g{first[:9]}.dirty", first, True)
+    second = commit(checkout)
+    assert found(checkout) == (f"0.2.dev2+g{second[:9]}", second, False)
+
+
 def test_a_shallow_clone_has_its_commit(checkout, tmp_path):
     """The number of commits is unknown."""
     (checkout / "notes.txt").write_text("x")
