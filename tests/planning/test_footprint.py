@@ -1,6 +1,6 @@
 """Footprint: counts against instantiated models, bytes against live tensors, formulas, and the README's table.
 
-`python -m tests.planning.test_footprint` prints the table of launch/README.md.
+`python -m tests.planning.test_footprint` prints the table of docs/tutorials/several_processes.md.
 """
 
 import contextlib
@@ -595,7 +595,7 @@ def test_recipe_refuses_an_unknown_optimizer():
         footprint_of_recipe(*recipe_of(), 100, "ddp", 0)
 
 
-# ------------------------------------------------------------ launch/README.md
+# ------------------------------------------------------------ docs/tutorials/several_processes.md
 
 SCALE = [
     ("8B", "full", 8, ("fsdp2", "zero3")),
@@ -607,7 +607,7 @@ BATCH, TOKENS, BANDWIDTH, USABLE = 1024, 2048, 50e9, 0.9
 
 
 def scale_table():
-    """Return the table of launch/README.md, in Markdown."""
+    """Return the table of docs/tutorials/several_processes.md, in Markdown."""
     names = ["model", "GPUs", "engine", "weights", "sum", "optimizer", "gathered", "activations", "logits", "book"]
     names += ["forming", "**total**", "80 GiB", "141 GB", "sent: microbatch", "step", "at 50 GB/s", "step, whole sums"]
     lines = ["| " + " | ".join(names) + " |", "|" + " --- |" * len(names)]
@@ -641,9 +641,9 @@ def scale_table():
 
 
 def test_table_of_the_readme():
-    """The table in launch/README.md matches the formulas."""
-    assert scale_table() in (ROOT / "launch/README.md").read_text(encoding="utf-8"), (
-        "run python -m tests.planning.test_footprint and put its output into launch/README.md"
+    """The table in docs/tutorials/several_processes.md matches the formulas."""
+    assert scale_table() in (ROOT / "docs/tutorials/several_processes.md").read_text(encoding="utf-8"), (
+        "run python -m tests.planning.test_footprint and put its output into docs/tutorials/several_processes.md"
     )
 
 
