@@ -603,13 +603,13 @@ SCALE = [
     ("70B", "full", 64, ("fsdp2", "zero3")),
     ("405B", "LoRA", 64, ("fsdp2", "zero3")),
 ]
-BATCH, TOKENS, BANDWIDTH, USABLE = 1024, 2048, 50e9, 0.9
+BATCH, TOKENS, USABLE = 1024, 2048, 0.9
 
 
 def scale_table():
     """Return the table of docs/tutorials/several_processes.md, in Markdown."""
-    names = ["model", "GPUs", "engine", "weights", "sum", "optimizer", "gathered", "activations", "logits", "book"]
-    names += ["forming", "**total**", "80 GiB", "141 GB", "sent: microbatch", "step", "at 50 GB/s", "step, whole sums"]
+    names = ["model", "GPUs", "engine", "weights", "sum", "optimizer", "book", "**total**", "80 GiB", "141 GB"]
+    names += ["sent per step", "with whole sums"]
     lines = ["| " + " | ".join(names) + " |", "|" + " --- |" * len(names)]
     for size, mode, gpus, engines in SCALE:
         shape = shape_of_model(llama3(size, peft={"r": 16, "target_modules": "all-linear"} if mode == "LoRA" else None))
@@ -624,16 +624,13 @@ def scale_table():
                 bf16=True,
             )
             result = footprint(shape, run)
-            once = footprint(shape, dataclasses.replace(run, num_microbatches=1))
             cells, numbers = [f"{size} {mode}", str(gpus), engine], result.to_dict()
-            parts = ("weights", "clipped_sum", "optimizer", "gathered", "activations", "logits", "book", "forming")
+            parts = ("weights", "clipped_sum", "optimizer", "book")
             cells += [f"{numbers[part] / 1e9:.1f}" for part in parts]
             cells += [f"**{result.total / 1e9:.1f}**"]
             cells += ["yes" if result.total <= USABLE * room else "no" for room in (80 * 2**30, 141e9)]
             cells += [
-                f"{once.sent.total / 1e9:.1f} GB",
                 f"{result.sent.total / 1e12:.2f} TB",
-                f"{result.seconds(BANDWIDTH):.0f} s",
                 f"{(result.with_whole_sums or result).sent.total / 1e12:.2f} TB",
             ]
             lines.append("| " + " | ".join(cells) + " |")

@@ -33,7 +33,8 @@ clipped sum are compared with a float64 loop that differentiates one row at a ti
 - **taps**, **functions**, **row by row** divide the classes that are exact by ghost. Every parameter is tapped; or one
   is tapped where a module passes it to a function; or a module runs one row at a time ({slow}), with as many launches
   as the microbatch has rows.
-- **refused**: an error before a step is charged. **wrong**: neither exact nor refused.
+- **refused**: an error before a step is charged. **wrong**: neither exact nor refused. **not built**: the zoo cannot
+  build or call the class; `python -m tests.zoo --only CLASS` prints why.
 - BigBird and BigBird-Pegasus have `attention_type="original_full"`. Their block-sparse attention is refused, because a
   batch of short rows switches it off for all later ones.
 - Parameters without a part in the loss are frozen first, as `privacy.unused_parameters: freeze` does.
@@ -101,7 +102,7 @@ def _others(here: Sequence[Outcome]) -> dict[str, tuple[str, str, str]]:
     cells = {}
     for one in here:
         if not one.results:
-            cells[one.name] = ("not built", "", _cell(one.not_built))
+            cells[one.name] = ("not built", "", "")
         elif not _is_exact(one):
             ghost, per_unit = one.results["ghost"], one.results["per_unit"]
             cells[one.name] = (ghost.kind, per_unit.kind, _cell(_general(ghost.reason)))
