@@ -86,7 +86,9 @@ def _differences(full: Sequence[Outcome], lora: Sequence[Outcome]) -> str:
     text += f"; and {', '.join(more)}" if more else ""
     text += f". Row by row: {', '.join(slow)}" if slow else ". Row by row: none"
     before = _others(full)
-    return f"\n{_wrapped(text)}\n{_table({name: row for name, row in _others(lora).items() if before.get(name) != row})}"
+    return f"\n{_wrapped(text)}\n" + _table(
+        {name: row for name, row in _others(lora).items() if before.get(name) != row}
+    )
 
 
 def _is_exact(one: Outcome) -> bool:
