@@ -6,7 +6,7 @@
     dpllm teach teach.yaml
 
 Both trainings then have the same records, the same start and the same trained weights: a classifier of 770 numbers.
-Results are in docs/methods/pate.md.
+Results are in docs/methods/answers.md.
 
 The encoder is the first layer of all-MiniLM-L6-v2 and a second one whose attention is uniform, so that the vector of
 the first token, which a classifier reads, has the average of the tokens' vectors, as sentence-transformers takes it.

@@ -18,11 +18,9 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
 ELSEWHERE = {
-    "benchmarks.md": "benchmarks/README.md",
     "changelog.md": "CHANGELOG.md",
     "contributing.md": "CONTRIBUTING.md",
-    "error_table.md": "benchmarks/error_table.md",
-    "launch.md": "launch/README.md",
+    "index.md": "README.md",
     "recipes.md": "recipes/README.md",
     "results.md": "benchmarks/results.md",
     "security.md": "SECURITY.md",

@@ -46,11 +46,10 @@ def test_the_table_of_extras_is_that_of_the_project():
     assert not set.union(*extras.values()) & packages(PROJECT["dependencies"])
 
 
-def test_readme_and_installation_name_every_extra_and_no_other():
+def test_the_page_of_installation_names_every_extra_and_no_other():
     """Each is installed by its name."""
-    for page, more in (("README.md", set()), ("docs/install.md", {"docs", "dev"})):
-        text = (ROOT / page).read_text(encoding="utf-8")
-        assert set(re.findall(r"dpllm\[(\w+)\]", text)) == set(EXTRAS) | more
+    text = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"dpllm\[(\w+)\]", text)) == set(EXTRAS) | {"docs", "dev"}
 
 
 def test_the_quickstart_has_no_tools_of_developers():

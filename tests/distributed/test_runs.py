@@ -236,7 +236,7 @@ def is_open(port: int) -> bool:
 @pytest.mark.deep
 @pytest.mark.parametrize("rendezvous", ["c10d", "static"])
 def test_two_nodes_find_each_other(rendezvous, folder):
-    """Two agents of one process each make one run; they meet at an endpoint, or know their numbers (docs/nodes.md)."""
+    """Two agents of one process each make one run; they meet at an endpoint, or know their numbers."""
     port = free_port()
     (folder / "accelerate_configs").symlink_to(ROOT / "accelerate_configs")
     agents = []

@@ -1,6 +1,6 @@
 """Footprint: counts against instantiated models, bytes against live tensors, formulas, and the README's table.
 
-`python -m tests.planning.test_footprint` prints the table of launch/README.md.
+`python -m tests.planning.test_footprint` prints the table of docs/tutorials/several_processes.md.
 """
 
 import contextlib
@@ -595,7 +595,7 @@ def test_recipe_refuses_an_unknown_optimizer():
         footprint_of_recipe(*recipe_of(), 100, "ddp", 0)
 
 
-# ------------------------------------------------------------ launch/README.md
+# ------------------------------------------------------------ docs/tutorials/several_processes.md
 
 SCALE = [
     ("8B", "full", 8, ("fsdp2", "zero3")),
@@ -603,13 +603,13 @@ SCALE = [
     ("70B", "full", 64, ("fsdp2", "zero3")),
     ("405B", "LoRA", 64, ("fsdp2", "zero3")),
 ]
-BATCH, TOKENS, BANDWIDTH, USABLE = 1024, 2048, 50e9, 0.9
+BATCH, TOKENS, USABLE = 1024, 2048, 0.9
 
 
 def scale_table():
-    """Return the table of launch/README.md, in Markdown."""
-    names = ["model", "GPUs", "engine", "weights", "sum", "optimizer", "gathered", "activations", "logits", "book"]
-    names += ["forming", "**total**", "80 GiB", "141 GB", "sent: microbatch", "step", "at 50 GB/s", "step, whole sums"]
+    """Return the table of docs/tutorials/several_processes.md, in Markdown."""
+    names = ["model", "GPUs", "engine", "weights", "sum", "optimizer", "book", "**total**", "80 GiB", "141 GB"]
+    names += ["sent per step", "with whole sums"]
     lines = ["| " + " | ".join(names) + " |", "|" + " --- |" * len(names)]
     for size, mode, gpus, engines in SCALE:
         shape = shape_of_model(
@@ -626,16 +626,13 @@ def scale_table():
                 bf16=True,
             )
             result = footprint(shape, run)
-            once = footprint(shape, dataclasses.replace(run, num_microbatches=1))
             cells, numbers = [f"{size} {mode}", str(gpus), engine], result.to_dict()
-            parts = ("weights", "clipped_sum", "optimizer", "gathered", "activations", "logits", "book", "forming")
+            parts = ("weights", "clipped_sum", "optimizer", "book")
             cells += [f"{numbers[part] / 1e9:.1f}" for part in parts]
             cells += [f"**{result.total / 1e9:.1f}**"]
             cells += ["yes" if result.total <= USABLE * room else "no" for room in (80 * 2**30, 141e9)]
             cells += [
-                f"{once.sent.total / 1e9:.1f} GB",
                 f"{result.sent.total / 1e12:.2f} TB",
-                f"{result.seconds(BANDWIDTH):.0f} s",
                 f"{(result.with_whole_sums or result).sent.total / 1e12:.2f} TB",
             ]
             lines.append("| " + " | ".join(cells) + " |")
@@ -643,9 +640,9 @@ def scale_table():
 
 
 def test_table_of_the_readme():
-    """The table in launch/README.md matches the formulas."""
-    assert scale_table() in (ROOT / "launch/README.md").read_text(encoding="utf-8"), (
-        "run python -m tests.planning.test_footprint and put its output into launch/README.md"
+    """The table in docs/tutorials/several_processes.md matches the formulas."""
+    assert scale_table() in (ROOT / "docs/tutorials/several_processes.md").read_text(encoding="utf-8"), (
+        "run python -m tests.planning.test_footprint and put its output into docs/tutorials/several_processes.md"
     )
 
 

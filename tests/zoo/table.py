@@ -1,8 +1,9 @@
-"""The table of the zoo, docs/models.md, and what it says of a class."""
+"""The tables of the zoo in docs/models.md, and what they state about a class."""
 
 from __future__ import annotations
 
 import re
+import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,27 +14,30 @@ from .measure import METHODS, MODES, RUNGS, Outcome
 from .tasks import TASKS
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+SAMPLE_SIZE = 30
+HEADING = "## Every class of transformers"
+"""The tables begin here. The page above it is written by hand."""
 _VERSION = re.compile(r"transformers (\d+\.\d+)")
+_REASON_WIDTH = 90
+_SLOW = "†"
 
-_HEAD = """# Which models can be fine-tuned
+_HEAD = """
+Every class that transformers {version} has for these tasks is built from its configuration at toy size. Norms and
+clipped sum are compared with a float64 loop that differentiates one row at a time, by itself and without padding.
+`python -m tests.zoo` writes this part of the page; `make test` repeats {sample} classes, `make test-deep` all.
 
-Every class that transformers {version} has for these tasks, built from its configuration at toy size and clipped by
-dpllm. Norms and clipped sum are compared with a loop in float64 that differentiates one row at a time, by itself
-and without padding. `python -m tests.zoo` writes this file; `make test` repeats {sample} classes, `make test-deep` all.
-
-- **full**: every parameter is trained; **LoRA**: factors of rank 2 on all linear layers and experts but not on
-  routers, and the head of a classifier.
-- **ghost**: `privacy.gradients: ghost`, the default, all rows in one backward pass. **per_unit**: one row at a time.
-- **exact**: relative error of norms and sum below 1e-5 (1e-4 for the few classes that compute in float32 only).
-- **taps**, **functions**, **row by row**: how many of the classes that are exact by ghost have every parameter tapped,
-  have a parameter that is tapped where a module hands it to a function, or have a module that runs one row at a time,
-  with as many launches as the microbatch has rows.
-- LoRA on a router (PEFT's "all-linear" includes it for Mixtral and others) is exact as well; tests/zoo/test_zoo.py has
-  the classes.
-- **refused**: an error before a step is charged, with the reason below. **wrong**: neither exact nor refused.
-- BigBird and BigBird-Pegasus have `attention_type="original_full"`: their block-sparse attention is refused, because
-  a batch of short rows switches it off for all later ones.
-- Parameters that have no part in the loss are frozen first, as `privacy.unused_parameters: freeze` does.
+- **full** trains every parameter; **LoRA** trains factors of rank 2 on all linear layers and experts except routers,
+  and the head of a classifier. LoRA on a router is exact as well (`tests/zoo/test_zoo.py`).
+- **ghost** is the default of `privacy.gradients`, one backward pass for all rows. **per_unit** runs one row at a time.
+- **exact**: the relative error of norms and sum is below 1e-5 (1e-4 for the few classes that compute only in float32).
+- **taps**, **functions**, **row by row** divide the classes that are exact by ghost. Every parameter is tapped; or one
+  is tapped where a module passes it to a function; or a module runs one row at a time ({slow}), with as many launches
+  as the microbatch has rows.
+- **refused**: an error before a step is charged. **wrong**: neither exact nor refused. **not built**: the zoo cannot
+  build or call the class; `python -m tests.zoo --only CLASS` prints why.
+- BigBird and BigBird-Pegasus have `attention_type="original_full"`. Their block-sparse attention is refused, because a
+  batch of short rows switches it off for all later ones.
+- Parameters without a part in the loss are frozen first, as `privacy.unused_parameters: freeze` does.
 
 | task | mode | classes | built | exact by ghost | taps | functions | row by row | exact by per_unit | refused by both \
 | wrong |
@@ -42,18 +46,15 @@ and without padding. `python -m tests.zoo` writes this file; `make test` repeats
 
 
 def document(outcomes: Sequence[Outcome]) -> str:
-    """Return the text of docs/models.md."""
+    """Return the text of docs/models.md: the part that is written by hand, and the tables."""
     version = ".".join(transformers.__version__.split(".")[:2])
-    text = _HEAD.format(version=version, sample=SAMPLE_SIZE)
+    text = DOCUMENT.read_text(encoding="utf-8").split(HEADING)[0] + HEADING + "\n"
+    text += _HEAD.format(version=version, sample=SAMPLE_SIZE, slow=_SLOW)
     text += "".join(f"| {' | '.join(row)} |\n" for row in _summary(outcomes))
     for task, about in TASKS.items():
-        text += f"\n## {about.title}\n"
-        for mode in MODES:
-            text += _details([one for one in outcomes if (one.task, one.mode) == (task, mode)], mode)
+        full, lora = ([one for one in outcomes if (one.task, one.mode) == (task, mode)] for mode in MODES)
+        text += f"\n### {about.title}\n{_classes(full)}{_differences(full, lora)}"
     return text
-
-
-SAMPLE_SIZE = 30
 
 
 def _summary(outcomes: Sequence[Outcome]) -> Iterator[list[str]]:
@@ -70,26 +71,55 @@ def _summary(outcomes: Sequence[Outcome]) -> Iterator[list[str]]:
             yield [about.title, "LoRA" if mode == "lora" else mode, *map(str, numbers)]
 
 
-def _details(here: Sequence[Outcome], mode: str) -> str:
-    """Return the classes of a task in one mode: exact ones by name, the others with their reason."""
-    exact = [one.name for one in here if one.results and one.results["ghost"].kind == "exact"]
-    text = f"\n**{'LoRA' if mode == 'lora' else 'Full'}, exact by ghost:** {', '.join(exact) or 'none'}\n"
-    slow = [one.name for one in here if one.results and one.results["ghost"].rung == RUNGS[-1]]
-    if slow:
-        text += f"\nOf these with modules that run row by row: {', '.join(slow)}\n"
-    others: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+def _classes(full: Sequence[Outcome]) -> str:
+    """Return the classes of a task under full fine-tuning: exact ones by name, the others with their reason."""
+    names = [one.name + (_SLOW if _is_slow(one) else "") for one in full if _is_exact(one)]
+    return f"\n{_wrapped('**Full, exact by ghost:** ' + (', '.join(names) or 'none'))}\n{_table(_others(full))}"
+
+
+def _differences(full: Sequence[Outcome], lora: Sequence[Outcome]) -> str:
+    """Return what LoRA changes."""
+    exact = {one.name for one in full if _is_exact(one)}
+    more = [one.name for one in lora if _is_exact(one) and one.name not in exact]
+    slow = [one.name for one in lora if _is_slow(one)]
+    text = "**LoRA, exact by ghost:** the same classes, except for those of the next table, if there is one"
+    text += f"; and {', '.join(more)}" if more else ""
+    text += f". Row by row: {', '.join(slow)}" if slow else ". Row by row: none"
+    before = _others(full)
+    return f"\n{_wrapped(text)}\n" + _table(
+        {name: row for name, row in _others(lora).items() if before.get(name) != row}
+    )
+
+
+def _is_exact(one: Outcome) -> bool:
+    return bool(one.results) and one.results["ghost"].kind == "exact"
+
+
+def _is_slow(one: Outcome) -> bool:
+    return bool(one.results) and one.results["ghost"].rung == RUNGS[-1]
+
+
+def _others(here: Sequence[Outcome]) -> dict[str, tuple[str, str, str]]:
+    """Return the cells of each class that is not exact by ghost."""
+    cells = {}
     for one in here:
         if not one.results:
-            others["not built", "", one.not_built].append(one.name)
-        elif one.results["ghost"].kind != "exact":
+            cells[one.name] = ("not built", "", "")
+        elif not _is_exact(one):
             ghost, per_unit = one.results["ghost"], one.results["per_unit"]
-            others[ghost.kind, f"{per_unit.kind}", _general(ghost.reason)].append(one.name)
-    if others:
-        text += "\n| classes | ghost | per_unit | reason |\n| --- | --- | --- | --- |\n"
-    order = sorted(others.items(), key=lambda item: (item[0][0] == "not built", -len(item[1]), item[1]))
-    for (ghost_kind, per_unit_kind, reason), names in order:
-        text += f"| {', '.join(names)} | {ghost_kind} | {per_unit_kind} | {_cell(reason)} |\n"
-    return text
+            cells[one.name] = (ghost.kind, per_unit.kind, _cell(_general(ghost.reason)))
+    return cells
+
+
+def _table(cells: dict[str, tuple[str, str, str]]) -> str:
+    if not cells:
+        return ""
+    by_reason: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for name, row in cells.items():
+        by_reason[row].append(name)
+    order = sorted(by_reason.items(), key=lambda item: (item[0][0] == "not built", -len(item[1]), item[1]))
+    rows = (f"| {', '.join(names)} | {' | '.join(row)} |\n" for row, names in order)
+    return "\n| classes | ghost | per_unit | reason |\n| --- | --- | --- | --- |\n" + "".join(rows)
 
 
 def _general(reason: str) -> str:
@@ -99,20 +129,30 @@ def _general(reason: str) -> str:
 
 def _cell(text: str) -> str:
     text = re.sub(r"(/[\w.-]+){2,}/", "", text)
-    return text.replace("|", "\\|").replace("<", "&lt;")
+    return textwrap.shorten(text, _REASON_WIDTH, placeholder=" …").replace("|", "\\|").replace("<", "&lt;")
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def stated() -> tuple[str, dict[tuple[str, str, str], str]]:
-    """Return the version of transformers of the document, and the kind of each (task, class, mode) by ghost."""
-    text = DOCUMENT.read_text(encoding="utf-8")
+    """Return the version of transformers of the page, and the kind of each (task, class, mode) by ghost."""
+    text = DOCUMENT.read_text(encoding="utf-8").split(HEADING)[1]
     version = _VERSION.search(text)
     kinds: dict[tuple[str, str, str], str] = {}
     for task, about in TASKS.items():
-        section = text.split(f"\n## {about.title}\n")[1].split("\n## ")[0]
+        section = text.split(f"\n### {about.title}\n")[1].split("\n### ")[0]
         full, lora = section.split("\n**LoRA, exact by ghost:**")
-        for mode, part in (("full", full.split("\n**Full, exact by ghost:**")[1]), ("lora", lora)):
-            for name in part.split("\n")[0].split(", "):
-                kinds[task, name.strip(), mode] = "exact"
-            for names, kind in re.findall(r"^\| ([\w, ]+) \| (refused|wrong|crash|not built) \|", part, re.MULTILINE):
-                kinds.update({(task, name, mode): kind for name in names.split(", ")})
+        names = re.findall(r"\w+", full.split("\n**Full, exact by ghost:**")[1].split("\n\n")[0])
+        of_full = dict.fromkeys(names, "exact") | _kinds(full)
+        more = re.search(r";\s+and\s+([\w,\s]+)\.\s+Row\s", lora)
+        of_lora = of_full | dict.fromkeys(re.findall(r"\w+", more[1]) if more else (), "exact") | _kinds(lora)
+        for mode, found in (("full", of_full), ("lora", of_lora)):
+            kinds |= {(task, name, mode): kind for name, kind in found.items()}
     return version.group(1) if version else "", kinds
+
+
+def _kinds(text: str) -> dict[str, str]:
+    rows = re.findall(r"^\| ([\w, ]+) \| (refused|wrong|crash|not built) \|", text, re.MULTILINE)
+    return {name: kind for names, kind in rows for name in names.split(", ")}
