@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from dpllm import registry
-from dpllm.cli.common import AsJson, one_line_errors, show_json
+from dpllm.cli.common import AsJson, command, show_json
 from dpllm.config import ConfigError, nearest
 from dpllm.config.query_recipe import method_in
 from dpllm.config.shipped import FOLDERS, shipped_recipes, shipped_root
@@ -21,27 +21,20 @@ ALL = "all"
 """In place of a name: all shipped folders."""
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        epilog="Example: dpllm recipes\n\nExample: dpllm recipes gpt2_e2e_lora\n\n"
-        "Example: dpllm recipes gpt2_e2e_lora --copy mine.yaml\n\n"
-        "Example: dpllm recipes all --copy work   (also accelerate configs, and scripts for clusters)"
-    )(recipes)
-
-
-@one_line_errors
+@command("dpllm recipes quickstart --copy mine.yaml")
 def recipes(
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="A shipped recipe, or all.", show_default=False)
+        str | None, typer.Argument(metavar="NAME", help="A shipped recipe to print; or all.", show_default=False)
     ] = None,
     path: Annotated[
         Path | None,
         typer.Argument(
-            metavar="PATH", help="With --copy: the new file or a folder; by default here.", show_default=False
+            metavar="PATH", help="With --copy: the new file, or a folder; here without it.", show_default=False
         ),
     ] = None,
-    copy: Annotated[bool, typer.Option("--copy", help="Copy the recipe; a file is never replaced.")] = False,
+    copy: Annotated[
+        bool, typer.Option("--copy", help="Copy it; with all also the launch files. No file is replaced.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """List the shipped recipes, print one, or copy it to be changed."""
@@ -55,7 +48,7 @@ def recipes(
         elif name == ALL:
             typer.echo("\n".join(f"copied: {one}" for one in made))
         else:
-            typer.echo(f"copied: {made[0]} (run it with: dpllm {method_in(made[0]) or 'train'} {made[0]})")
+            typer.echo(f"copied: {made[0]} (run it with: {_command(method_in(made[0]))} {made[0]})")
         return
     if path is not None:
         raise ConfigError(f"{path}: a path is for --copy: add it, or leave the path out")
@@ -92,6 +85,10 @@ def described(text: str) -> dict[str, str]:
     }
 
 
+def _command(method: str | None) -> str:
+    return "dpllm train" if method is None else registry.method(method).invocation
+
+
 def _mode(values: dict[str, Any]) -> str:
     model, privacy = values.get("model") or {}, values["privacy"]
     method = next((name for name in registry.query_sections() if name in values), None)
@@ -101,7 +98,7 @@ def _mode(values: dict[str, Any]) -> str:
     elif model.get("config"):
         how = "from scratch"
     if method is not None:
-        how = f"dpllm {method}"
+        how = registry.method(method).invocation
     if kind := (values.get("train") or {}).get("trainer"):
         how = f"{str(kind).upper()}, {how}"
     target = privacy.get("target_epsilon")

@@ -136,7 +136,7 @@ def load_query_recipe(path: str | Path, overrides: Sequence[str] = (), method: s
     raw, source = read_raw(path, overrides), str(path)
     named = _method_of(raw, source)
     if method is not None and named not in (None, method):
-        raise ConfigError(f"{source} has the section {named}: run it with `dpllm {named} {path}`")
+        raise ConfigError(f"{source} has the section {named}: run it with `{registry.method(named).invocation} {path}`")
     if method is not None and named is None and "train" in raw:
         raise ConfigError(
             f"{source} is the recipe of a training run: run it with `dpllm train`, or replace the section train by "
@@ -171,8 +171,9 @@ def load_query_recipe(path: str | Path, overrides: Sequence[str] = (), method: s
         recipe.data.eval_path or recipe.data.eval_split or recipe.data.eval_fraction
     ):
         raise ConfigError(
-            f"{source}: data.eval_path, eval_split and eval_fraction hold records out, and `dpllm {name}` uses every "
-            "record: leave them out, and keep records that it must not use in another file"
+            f"{source}: data.eval_path, eval_split and eval_fraction hold records out, and "
+            f"`{registry.method(name).invocation}` uses every record: leave them out, and keep "
+            "records that it must not use in another file"
         )
     return recipe
 

@@ -196,7 +196,7 @@ def new_recipe(wishes: Wishes, at_hand: ModelAtHand | None) -> NewRecipe:
     if at_hand is None:
         notes.append(
             f"{wishes.model} is not on this machine, and nothing was downloaded: whether it can be trained, its "
-            "tokenizer, and the size of its weights were not looked at. Once it is here, dpllm plan RECIPE --suggest "
+            "tokenizer, and the size of its weights were not looked at. Once it is here, dpllm plan suggest RECIPE "
             "computes the learning rate from its weights."
         )
     look = _look(records, data, at_hand, None if unit["unit"] == "sequence" else index)

@@ -1,7 +1,7 @@
 """A rehearsal: short trainings with the plan's noise on public text, which compare learning rates without any ε.
 
-Place in the flow: before the private run, by `dpllm plan --rehearse`. The private records are neither read nor needed:
-the rehearsal has a plan of its own, for the public rows, in a folder that is deleted. Each training is one of
+Place in the flow: before the private run, by `dpllm plan suggest --rehearse`. The private records are neither read nor
+needed: the rehearsal has a plan of its own, for the public rows, in a folder that is deleted. Each training is one of
 `dpllm.DPTrainer`, so it takes the steps of the product: clipping, noise, schedule and average.
 
 What is the plan's and what is shorter:
@@ -157,7 +157,7 @@ class Rehearsal:
         if self.best.loss >= self.loss_before:
             found.append(
                 "No rate improved on the start: the noise of these few steps hides the signal. Rehearse with more "
-                "steps (--rehearsal-steps), or compare larger batches (dpllm plan RECIPE --sweep)."
+                "steps (--rehearsal-steps), or compare larger batches (dpllm plan sweep RECIPE)."
             )
         return (*found, "Each rate was trained once: rates whose losses are nearly equal may change places.")
 

@@ -1,6 +1,6 @@
 """Rules of thumb for the settings of a run, from public numbers only: N, ε, δ, and the kind of the trained weights.
 
-Place in the flow: `dpllm init` writes a new recipe by these rules, and `dpllm plan --suggest` prints them beside the
+Place in the flow: `dpllm init` writes a new recipe by these rules, and `dpllm plan suggest` prints them beside the
 values of a recipe. None of them reads a record. Each rule returns the value and its reason, with its source; where
 nothing was measured, the reason says so.
 
@@ -103,7 +103,7 @@ def batch_reason(num_units: int, batch: int, steps: int) -> str:
         f"{batch / num_units:.1%} of the {num_units:,} units in a step on average, and {steps * batch / num_units:.1f} "
         "passes over them in all. The two plans whose settings were compared have 2.5 % and 4 to 10 passes "
         "(docs/correlated_noise.md). More steps cost time and, at the same ε, more noise in each step. "
-        f"T = {steps} is a multiple of every number of bands that is compared. dpllm plan RECIPE --sweep compares "
+        f"T = {steps} is a multiple of every number of bands that is compared. dpllm plan sweep RECIPE compares "
         "other sizes at the same ε."
     )
 

@@ -235,7 +235,7 @@ def _refuse_automatic_size(rows: TrainingRows, engine: Engine) -> None:
         raise ConfigError(
             f'The number of tokens for "auto" is found by each process separately, but under '
             f"{type(engine).__name__} all of them pass through each layer together. Give a number of tokens "
-            "(microbatch_tokens); `dpllm plan --memory` shows the memory of a microbatch"
+            "(microbatch_tokens); `dpllm plan memory` shows the memory of a microbatch"
         )
 
 

@@ -22,6 +22,7 @@ from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
+from dpllm import registry
 from dpllm.config import (
     PRETRAINED_FOLDER,
     RECIPE_FILE,
@@ -177,7 +178,7 @@ def run(recipe: Recipe) -> int:
         name = next(iter(recipe.beside))
         raise ConfigError(
             f"the recipe has a section {name}, and here one trainer would read all records itself: run it with "
-            f"dpllm {name}, or leave the section out"
+            f"`{registry.method(name).invocation}`, or leave the section out"
         )
     check_recipe(recipe)  # before anything is read
     if wanted := unstarted_processes(launchers_words()):

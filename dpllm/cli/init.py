@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from dpllm.cli.common import one_line_errors
+from dpllm.cli.common import command
 from dpllm.config.formats.catalogue import COLUMNS, FORMATS, formats_of
 from dpllm.config.formats.record_format import TextLabel, columns_in
 from dpllm.config.values import between, choice, integer, nearest
@@ -76,18 +76,6 @@ Output = Annotated[Path | None, typer.Option(help="The recipe to write; by defau
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: take the proposal for each missing option.")]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        "init",
-        epilog="Example: dpllm init\n\n"
-        "Example: dpllm init notes.jsonl --model models/gpt2 --unit-column patient_id --epsilon 8 --yes\n\n"
-        "Example: dpllm init reviews.csv data.missing=drop --classes negative,positive --model models/gpt2 --yes\n\n"
-        "Example: dpllm init tickets.csv --format prompt_completion --prompt-column question "
-        "--completion-column answer --model openai-community/gpt2 --output tickets.yaml --yes",
-    )(init)
-
-
 def _with_columns(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command an option for each column that a format of `ASKED_FORMATS` has, in the place of its ``**``."""
     options: list[inspect.Parameter] = []
@@ -103,7 +91,7 @@ def _with_columns(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-@one_line_errors
+@command("dpllm init notes.jsonl --yes")
 @_with_columns
 def init(
     records: Records = None,
@@ -513,8 +501,8 @@ def _show(target: Path, wishes: Wishes, made: NewRecipe, notes: Sequence[str]) -
     for note in (*made.notes, *notes):
         console.print(f"Note: {note}", markup=False)
     console.print("\n[bold]Next[/bold]")
-    for command, about in _next(target):
-        console.print(f"  {command}", markup=False, end="")
+    for line, about in _next(target):
+        console.print(f"  {line}", markup=False, end="")
         console.print(f"   # {about}", style="dim")
 
 
