@@ -192,9 +192,9 @@ def _fold(text: str, columns: int) -> list[str]:
     ]
 
 
-def wrapped(text: str) -> str:
+def wrapped(text: str, indent: int = 0) -> str:
     """Return a text in lines of the screen's width; no word and no number is broken."""
-    return "\n".join(_fold(text, width()))
+    return "\n".join(" " * indent + line for line in _fold(text, width() - indent))
 
 
 def listed(rows: Iterable[tuple[str, str]]) -> str:
@@ -218,7 +218,7 @@ def show(values: Mapping[str, Any], rows: Iterable[tuple[str, str]], title: str,
     if as_json:
         show_json(values)
     else:
-        typer.echo(f"{title}\n{listed(rows)}")
+        typer.echo(f"{wrapped(title)}\n{listed(rows)}")
 
 
 def show_json(values: Mapping[str, Any]) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 import shutil
-import textwrap
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from dpllm import registry
-from dpllm.cli.common import AsJson, command, show_json
+from dpllm.cli.common import AsJson, command, show_json, wrapped
 from dpllm.config import ConfigError, nearest
 from dpllm.config.query_recipe import method_in
 from dpllm.config.shipped import FOLDERS, shipped_recipes, shipped_root
@@ -65,11 +64,9 @@ def recipes(
         return
     width = max(map(len, listed))
     for one, about in listed.items():
-        typer.echo(f"{one:<{width}}  {about['mode']}; cost: {about['cost']}")
-        typer.echo(
-            textwrap.fill(about["what"], 78, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
-        )
-    typer.echo("\nPrint one: dpllm recipes NAME; copy it: dpllm recipes NAME --copy; train it: dpllm train NAME")
+        typer.echo(wrapped(f"{one:<{width}}  {about['mode']}"))
+        typer.echo(wrapped(f"{about['what']}. Cost: {about['cost']}", 4))
+    typer.echo("\nPrint: dpllm recipes NAME · copy: dpllm recipes NAME --copy · train: dpllm train NAME")
 
 
 def described(text: str) -> dict[str, str]:

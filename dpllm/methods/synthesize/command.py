@@ -68,7 +68,7 @@ def synthesize(
 ) -> None:
     """A synthetic data set of a released model's texts, with its report.
 
-    Weights and ledger are checked first. Texts cost nothing; --count-labels costs ε, which is charged before.
+    Texts cost nothing; --count-labels costs ε, which is charged before.
     """
     integer("--number", number, 1)
     integer("--batch-size", batch_size, 1)
