@@ -45,11 +45,10 @@ def recipe_of(options: argparse.Namespace, kind: str, folder: Path) -> dict[str,
     """Return the recipe of one method; its clip follows from ε."""
     return {
         "model": {"name": str(options.model)},
-        "data": {"path": str(options.data), "format": "text", "text_column": options.column, "max_length": 64},
+        "data": {"path": str(options.data), "format": "text", "columns": {"text": options.column}, "max_length": 64},
         "privacy": {
-            "target_epsilon": options.epsilon,
+            "epsilon": options.epsilon,
             "delta": options.delta,
-            "unit": "sequence",
             "dataset": Path(options.data).stem,
         },
         "predict": {

@@ -17,15 +17,14 @@ from dpllm.data.rows import load_records
 def section_of(path: str, columns: Sequence[str], max_length: int, split: str = "train") -> DataConfig:
     """Return a recipe's data section for one column, the text, or two, prompt and completion."""
     if len(columns) == 1:
-        return DataConfig(path=path, split=split, max_length=max_length, format="text", text_column=columns[0])
+        return DataConfig(path=path, split=split, max_length=max_length, format="text", columns={"text": columns[0]})
     prompt, completion = columns
     return DataConfig(
         path=path,
         split=split,
         max_length=max_length,
         format="prompt_completion",
-        prompt_column=prompt,
-        completion_column=completion,
+        columns={"prompt": prompt, "completion": completion},
     )
 
 

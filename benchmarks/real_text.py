@@ -123,7 +123,7 @@ def prepare(settings: Settings) -> Material:
         config=settings.config,
         tokenizer=settings.tokenizer,
         dtype=settings.dtype,
-        peft={"r": settings.rank, "target_modules": "all-linear"} if settings.mode == "lora" else None,
+        adapter={"r": settings.rank, "target_modules": "all-linear"} if settings.mode == "lora" else None,
     )
     tokenizer = load_tokenizer(section)
     data = section_of(settings.data, settings.columns, settings.max_length, settings.split)

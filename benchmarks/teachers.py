@@ -35,11 +35,11 @@ SPREAD = 82.0
 """The length of an average text's vector after centring, ten times that of a first token's vector."""
 COMMON = """\
 model: {name: encoder, task: sequence_classification, num_labels: 2, dtype: float32, freeze: ["bert.*"]}
-data: {path: private.jsonl, format: classification, max_length: 64, eval_path: dev.jsonl, eval_is_public: true}
+data: {path: private.jsonl, format: classification, max_length: 64, eval: {path: dev.jsonl, public: true}}
 """
 DPSGD = """\
 privacy:
-  {target_epsilon: 8, delta: 1.0e-6, dataset: SST-2, unit: sequence, clip_norm: 1.0, expected_batch_size: 256}
+  {epsilon: 8, delta: 1.0e-6, dataset: SST-2, clip_norm: 1.0, expected_batch_size: 256}
 train:
   output_dir: runs/dpsgd
   max_steps: 60
@@ -52,7 +52,7 @@ train:
   save_strategy: "no"
 """
 TEACH = """\
-privacy: {target_epsilon: 8, delta: 1.0e-6, dataset: SST-2, unit: sequence}
+privacy: {epsilon: 8, delta: 1.0e-6, dataset: SST-2}
 teach:
   teachers: 50
   public_prompts: public.jsonl

@@ -295,7 +295,7 @@ def _stock(model: Any, arguments: TrainingArguments, rows: Any, material: Materi
 def _section(mode: str) -> ModelConfig:
     """Return the model section: all weights, or adapters with embeddings and head, which a new domain needs."""
     peft = {"r": 16, "target_modules": "all-linear", "modules_to_save": ["embed_tokens", "lm_head"]}
-    return ModelConfig(name="start", peft=peft if mode == "lora" else None)
+    return ModelConfig(name="start", adapter=peft if mode == "lora" else None)
 
 
 class Experiment(DPTrainer):
@@ -336,7 +336,7 @@ def train(run: Run, settings: Settings, material: Material, folder: str) -> dict
     if arm.scaled:
         scale_by_public_gradients(model, settings, material)
     privacy = PrivacyConfig(
-        target_epsilon=run.epsilon,
+        epsilon=run.epsilon,
         delta=settings.delta,
         clip_norm=settings.clip_norm,
         expected_batch_size=settings.batch,

@@ -2,7 +2,7 @@
 # One node.
 #
 #   launch/local.sh RECIPE ACCELERATE_CONFIG [KEY=VALUE]...
-#   launch/local.sh gpt2_e2e_full fsdp2 privacy.target_epsilon=3
+#   launch/local.sh gpt2_e2e_full fsdp2 privacy.epsilon=3
 #
 # RECIPE and ACCELERATE_CONFIG are files, or names of files in recipes/ and accelerate_configs/.
 #

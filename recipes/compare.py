@@ -94,7 +94,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shadows", type=int, default=0, help="shadow adapters of LiRA for each of the two; 0: none")
     parser.add_argument("--shadow-epochs", type=float, default=4.0, help="passes of each over its half of the records")
     parser.add_argument("--seed", type=int, default=0, help="seed of the draw of records, the samples and the shadows")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as privacy.target_epsilon=3")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as privacy.epsilon=3")
     return parser.parse_args(words)
 
 
@@ -110,7 +110,7 @@ def run(recipe: Recipe, options: argparse.Namespace) -> int:
     elif code := finetune.run(recipes[PRIVATE]):
         return code
     recipes[PLAIN] = from_start(recipes[PLAIN], output / PRIVATE / PRETRAINED_FOLDER, options)
-    if is_finished(recipes[PLAIN], "config.json" if recipe.model.peft is None else "adapter_config.json"):
+    if is_finished(recipes[PLAIN], "config.json" if recipe.model.adapter is None else "adapter_config.json"):
         finetune.console.print(f"{output / PLAIN} is already finished and is not trained again")
     else:
         train_plainly(recipes[PLAIN])
@@ -179,7 +179,7 @@ def check(recipe: Recipe, canaries: Path | None) -> None:
         raise AuditError("a comparison cannot be resumed: finish the run with recipes/finetune.py, or set a new folder")
     if load_train_and_eval(recipe.data, recipe.privacy)[1] is None:
         raise AuditError(
-            "the recipe holds no records out, so there are no non-members to compare with: set data.eval_fraction=0.1"
+            "the recipe holds no records out, so there are no non-members to compare with: set data.eval=0.1"
         )
     if canaries is not None and CanarySet.load(canaries).data_name != Path(recipe.data.path).name:
         raise AuditError(
@@ -258,7 +258,7 @@ def train_plainly(recipe: Recipe) -> None:
     with args.main_process_first(desc="reading the records"):
         records, held_out = load_train_and_eval(recipe.data, recipe.privacy)
         tokenizer = load_tokenizer(recipe.model)
-        keep = [recipe.privacy.unit_column] if recipe.privacy.unit_column else []
+        keep = [recipe.privacy.unit] if recipe.privacy.unit else []
         rows = tokenize_records(records, tokenizer, recipe.data, keep)
         eval_rows = tokenize_records(held_out, tokenizer, recipe.data) if recipe.data.metrics else None
     rows = rows.select(np.sort(np.asarray(unit_index_of(rows, recipe.privacy).rows)))

@@ -35,7 +35,7 @@ SMALLER = [
     "train.use_cpu=true",
     "privacy.expected_batch_size=4",
     "privacy.delta=1e-3",
-    "data.eval_fraction=0.2",
+    "data.eval=0.2",
     *SMALL_QUICKSTART,
 ]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}

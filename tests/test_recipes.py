@@ -103,9 +103,11 @@ def local_data(path: Path, recipe, text: str = "the quick brown fox ") -> Path:
     """Write records with the columns that the recipe names."""
     record = dict.fromkeys(required_columns(recipe.data), text * 3)
     if recipe.data.format == "chat":
-        record = {recipe.data.messages_column: [{"role": role, "content": text} for role in ("user", "assistant")] * 2}
+        record = {
+            recipe.data.column("messages"): [{"role": role, "content": text} for role in ("user", "assistant")] * 2
+        }
     if recipe.data.format == "classification":
-        record[recipe.data.label_column] = 1
+        record[recipe.data.column("label")] = 1
     path.write_text("\n".join(json.dumps(record) for _ in range(40)), encoding="utf-8")
     return path
 
@@ -120,7 +122,7 @@ def small_run(tmp_path: Path, path: Path) -> list[str]:
         "train.disable_tqdm=true",
         "train.bf16=false",
         "train.logging_steps=1",
-        "privacy.target_epsilon=null",
+        "privacy.epsilon=null",
         "privacy.noise_multiplier=1",
         "privacy.noise={kind: banded, bands: 2}",  # to choose bands needs an ε
         "privacy.expected_batch_size=4",
@@ -133,8 +135,7 @@ def small_run(tmp_path: Path, path: Path) -> list[str]:
         overrides += [
             f"model.name={tiny_model(tmp_path / 'model', path.stem.split('_')[0])}",
             f"data.path={local_data(tmp_path / 'data.jsonl', recipe)}",
-            f"data.eval_path={local_data(tmp_path / 'held_out.jsonl', recipe, 'jumps over the lazy dog ')}",
-            "data.eval_split=null",
+            f"data.eval={local_data(tmp_path / 'held_out.jsonl', recipe, 'jumps over the lazy dog ')}",
         ]
     else:
         if "builtin:sotu" in path.read_text(encoding="utf-8"):
@@ -170,14 +171,14 @@ class TestEveryRecipe:
 
     def test_it_can_be_planned(self, path):
         """Its δ, batch and steps give a plan for the size of its data set, and its arguments can be kept private."""
-        sigma = ["privacy.target_epsilon=null", "privacy.noise_multiplier=1", "privacy.noise={kind: banded, bands: 4}"]
+        sigma = ["privacy.epsilon=null", "privacy.noise_multiplier=1", "privacy.noise={kind: banded, bands: 4}"]
         recipe = load_recipe(path, [*sigma, "train.use_cpu=true"])
         args = training_arguments({"report_to": "none", **recipe.train, "bf16": False})
         num_units = NUM_UNITS[path.stem]
         plan = make_plan(recipe.privacy, num_units, num_private_steps(args, recipe.privacy, num_units))
         assert private_arguments(args).max_grad_norm == 0 and plan.num_steps > 0
         assert plan.delta <= 1 / (10 * num_units)
-        assert load_recipe(path).privacy.target_epsilon == 8
+        assert load_recipe(path).privacy.epsilon == 8
 
     def test_it_has_the_settings_that_were_measured_best(self, path):
         """Correlated noise, a constant rate after a warm-up, an average and no decay, so that there is no advice."""
@@ -226,9 +227,7 @@ def test_a_recipe_runs_on_a_tiny_model(path, tmp_path, capsys):
         "tokenizer.json",
     ):
         assert (output / name).stat().st_size > 0
-    if recipe.merge_adapter:
-        assert (output / "merged" / "model.safetensors").stat().st_size > 0
-    adapter = "adapter_model.safetensors" if recipe.model.peft else "model.safetensors"
+    adapter = "adapter_model.safetensors" if recipe.model.adapter else "model.safetensors"
     assert (output / adapter).stat().st_size > 0
     assert load_recipe(output / "recipe.yaml") == load_recipe(path, overrides)
     printed = capsys.readouterr().out
@@ -280,7 +279,7 @@ def test_metrics_of_text_are_measured_before_and_after_and_each_is_a_disclosure(
 def test_a_run_without_held_out_records_discloses_no_evaluation(tmp_path, capsys):
     """Figures that were not measured are neither printed nor counted."""
     path = FOLDER / "gpt2_e2e_full.yaml"
-    overrides = [*small_run(tmp_path, path), "data.eval_path=null", "data.metrics=[]"]
+    overrides = [*small_run(tmp_path, path), "data.eval=null", "data.metrics=[]"]
     finetune.run(load_recipe(path, overrides))
     assert "held-out" not in capsys.readouterr().out
     assert "evaluation on private rows" not in (tmp_path / "out" / "privacy_ledger.jsonl").read_text(encoding="utf-8")
@@ -289,7 +288,7 @@ def test_a_run_without_held_out_records_discloses_no_evaluation(tmp_path, capsys
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["privacy.target_epsilom=3"], r"unknown key 'privacy.target_epsilom'; did you mean 'privacy.target_epsilon'"),
+        (["privacy.epsilom=3"], r"unknown key 'privacy.epsilom'; did you mean 'privacy.epsilon'"),
         (["data.path=missing.csv"], "missing.csv: no such file or folder"),
         (["train.max_step=3"], "train.max_step is unknown; did you mean 'max_steps'"),
     ],
@@ -339,7 +338,7 @@ def test_a_resume_that_is_refused_leaves_the_folder_as_it_was(tmp_path):
     path, output = FOLDER / "gpt2_e2e_full.yaml", tmp_path / "out"
     first = [
         *small_run(tmp_path, path),
-        "data.eval_path=null",
+        "data.eval=null",
         "data.metrics=[]",
         "train.save_strategy=steps",
         "train.save_steps=1",
@@ -359,13 +358,13 @@ def test_a_resume_that_is_refused_leaves_the_folder_as_it_was(tmp_path):
 
 
 def test_held_out_records_are_of_people_who_are_not_trained_on(tmp_path, monkeypatch):
-    """`eval_fraction` at user level, in the recipe's own program."""
+    """A share of the units, in the recipe's own program."""
     overrides = small_run(tmp_path, FOLDER / "gpt2_e2e_full.yaml")
     lines = [json.dumps({"text": f"the quick brown fox {n}", "who": f"p{n % 20}"}) for n in range(80)]
     (tmp_path / "data.jsonl").write_text("\n".join(lines))
     overrides += [
-        *("data.format=text", "data.eval_path=null", "data.metrics=[]", "data.eval_fraction=0.25", "privacy.unit=user"),
-        *("privacy.unit_column=who", "privacy.max_rows_per_unit=4", "train.max_steps=1"),
+        *("data.format=text", "data.metrics=[]", "data.eval=0.25", "data.columns={unit: who}"),
+        *("privacy.max_rows_per_unit=4", "train.max_steps=1"),
     ]
     seen, tokenize = [], finetune.tokenize_records
 
@@ -405,8 +404,8 @@ def test_private_text_that_is_declared_public_is_refused(tmp_path):
     """By content: under its own name and under another one, before anything is trained."""
     overrides = [
         *small_run(tmp_path, FOLDER / "gpt2_e2e_full.yaml"),
-        *("data.format=text", "data.text_column=human_reference", "data.eval_path=null", "data.metrics=[]"),
-        *("public_pretrain.data.max_length=32", "public_pretrain.data.text_column=human_reference"),
+        *("data.format=text", "data.columns={text: human_reference}", "data.eval=null", "data.metrics=[]"),
+        *("public_pretrain.data.max_length=32", "public_pretrain.data.columns.text=human_reference"),
         *("public_pretrain.train.max_steps=1", "public_pretrain.train.use_cpu=true"),
     ]
     copy = tmp_path / "copy.jsonl"
@@ -428,7 +427,7 @@ def test_a_new_run_trains_on_its_own_public_text(tmp_path, monkeypatch):
     (tmp_path / "public.txt").write_text("a line that anybody may know\n" * 40, encoding="utf-8")
     overrides = [
         *small_run(tmp_path, FOLDER / "gpt2_e2e_full.yaml"),
-        *("train.output_dir=~/out", "train.resume_from_checkpoint=auto", "data.eval_path=null", "data.metrics=[]"),
+        *("train.output_dir=~/out", "train.resume_from_checkpoint=auto", "data.eval=null", "data.metrics=[]"),
         *("public_pretrain.data.path=public.txt", "public_pretrain.data.max_length=32"),
         *("public_pretrain.train.max_steps=1", "public_pretrain.train.use_cpu=true"),
     ]
@@ -503,8 +502,8 @@ def test_qlora_on_real_weights_and_real_text(tmp_path, capsys):
     overrides = [
         f"model.name={SHARED / 'stories15M'}",
         *("model.dtype=float32", "train.bf16=false", "train.use_cpu=true", "train.disable_tqdm=true"),
-        *(f"data.path={SHARED / 'e2e' / 'trainset.csv'}", "data.limit=400", "data.eval_split=null"),
-        *("data.eval_fraction=0.1", "data.prompt_column=mr", "data.completion_column=ref"),
+        *(f"data.path={SHARED / 'e2e' / 'trainset.csv'}", "data.limit=400", "data.eval=null"),
+        *("data.eval=0.1", "data.columns.prompt=mr", "data.columns.completion=ref"),
         *("privacy.expected_batch_size=24", "privacy.delta=1e-4", "privacy.noise=independent"),
         *("train.max_steps=8", "train.save_steps=4", "train.per_device_train_batch_size=8"),
         f"train.output_dir={tmp_path / 'out'}",

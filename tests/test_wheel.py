@@ -29,7 +29,7 @@ assert (shipped_root() / "accelerate_configs" / "deepspeed" / "zero3.json").is_f
 assert "torch" not in sys.modules
 """
 RECIPE = """
-model: {name: base, peft: {r: 2, target_modules: all-linear}}
+model: {name: base, adapter: {r: 2, target_modules: all-linear}}
 data: {path: records.jsonl, max_length: 16}
 privacy: {noise_multiplier: 1, clip_norm: 1, expected_batch_size: 20, delta: 1.0e-3, dataset: words}
 train: {output_dir: run, max_steps: 2, per_device_train_batch_size: 32, use_cpu: true, learning_rate: 0.1,

@@ -54,7 +54,7 @@ def private_run(figures: Figures, setting: Setting) -> None:
     steps = settings.warmup + settings.steps
     material = real_text.prepare(settings)
     privacy = PrivacyConfig(
-        target_epsilon=EPSILON,
+        epsilon=EPSILON,
         delta=None if setting.toy else DELTA,
         clip_norm=CLIP_NORM,
         expected_batch_size=settings.batch,

@@ -104,7 +104,7 @@ class CanarySet:
     @property
     def unit_column(self) -> str | None:
         """The column of the user's id."""
-        column: str | None = self.recipe["privacy"]["unit_column"]
+        column: str | None = self.recipe["data"]["columns"].get("unit")
         return column
 
     def save(self, path: str | Path) -> None:

@@ -311,7 +311,7 @@ def unit_gradients(model: nn.Module, rows: TrainingRows, loss_of: LossOf, unit_i
         AuditError: the rows are packed, so that single rows cannot be run.
     """
     if rows.packed:
-        raise AuditError("Packed rows cannot be run one by one: audit with pack_rows=false")
+        raise AuditError("Packed rows cannot be run one by one: audit with microbatch.pack=false")
     alone = copy.deepcopy(model).double().eval()
     parameters = [p for p in alone.parameters() if p.requires_grad]
     found = []

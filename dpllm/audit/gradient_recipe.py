@@ -238,7 +238,9 @@ def audit_recipe(recipe: Recipe, settings: Settings, on_block: Callable[[], None
 def _model_and_rows(recipe: Recipe, settings: Settings, max_rows: int, num_units: int) -> tuple[Any, TrainingRows]:
     """Return the recipe's model, and rows of random tokens of two lengths, one for each unit."""
     public = recipe.public_pretrain
-    texts = load_records(public.data)[public.data.text_column] if public and recipe.model.tokenizer_vocab_size else None
+    texts = None
+    if public and recipe.model.tokenizer_vocab_size:
+        texts = load_records(public.data)[public.data.column("text")]
     tokenizer = load_tokenizer(recipe.model, texts)
     task = recipe.model.task
     model = load_model(recipe.model, tokenizer, 2)

@@ -126,7 +126,7 @@ def check_exchangeable(reference: TokenScores, included: NDArray[np.bool_]) -> E
         raise AuditError(
             f"members and held-out records differ before any training: the reference model, which saw neither, "
             f"separates them with an AUROC of {found}. An attack would measure that difference and not membership. "
-            "Hold out a random share of the same records (data.eval_fraction) and train again"
+            "Hold out a random share of the same records (data.eval) and train again"
         )
     return found
 

@@ -168,13 +168,13 @@ def prepare(recipe: Recipe, folder: str | Path, options: CanaryOptions | None = 
     train, held_out = load_train_and_eval(recipe.data, recipe.privacy)
     _refuse_other_chats(train, recipe.data)
     public = load_records(recipe.public_pretrain.data) if recipe.public_pretrain else None
-    public_texts = public[recipe.public_pretrain.data.text_column] if public and recipe.public_pretrain else None
+    public_texts = public[recipe.public_pretrain.data.column("text")] if public and recipe.public_pretrain else None
     tokenizer = load_tokenizer(recipe.model, public_texts)
     draw = _texts(recipe, tokenizer, options, public_texts)
     pairs = distinct(draw, (options.num + num_more) * per_unit)
     _check_lengths(pairs, recipe, tokenizer)
     units = [tuple(pairs[start : start + per_unit]) for start in range(0, len(pairs), per_unit)]
-    users = _new_users(train, recipe.privacy.unit_column, options.num)
+    users = _new_users(train, recipe.privacy.unit, options.num)
     canaries = tuple(
         Canary(records=records, user=user, included=bool(secrets.randbits(1)))
         for records, user in zip(units[: options.num], users, strict=True)
@@ -197,7 +197,7 @@ def prepare(recipe: Recipe, folder: str | Path, options: CanaryOptions | None = 
         canaries=canaries,
         candidates=tuple(Canary(records=records) for records in units[options.num :]),
         kind=options.kind,
-        unit=recipe.privacy.unit,
+        unit=recipe.privacy.protects,
         repetitions=options.repetitions,
         delta=delta,
         num_units=num_units,
@@ -241,9 +241,9 @@ def _check_request(recipe: Recipe, folder: Path, options: CanaryOptions) -> None
             "refuse the run. Create a budget for these data (`dpllm budget create`), and name it when you train; "
             "prepare with privacy.budget_file="
         )
-    if recipe.privacy.unit == "sequence" and (options.repetitions > 1 or options.records_per_user is not None):
+    if recipe.privacy.protects == "sequence" and (options.repetitions > 1 or options.records_per_user is not None):
         raise AuditError(
-            'with privacy.unit="sequence" every record is a unit: ε does not cover a canary in several records, and a '
+            "without data.columns.unit every record is a unit: ε does not cover a canary in several records, and a "
             "bound above ε would accuse a sound run. Omit --repetitions and --records-per-user, or audit a recipe at "
             "user level"
         )
@@ -256,7 +256,7 @@ def _records_per_unit(recipe: Recipe, options: CanaryOptions) -> int:
         AuditError: some of them would be left out of the training.
     """
     most = recipe.privacy.max_rows_per_unit
-    if recipe.privacy.unit == "sequence" or most is None:
+    if recipe.privacy.protects == "sequence" or most is None:
         return 1
     asked = options.records_per_user
     chosen = max(1, min(8, most // options.repetitions)) if asked is None else asked
@@ -353,18 +353,18 @@ def _refuse_other_chats(train: datasets.Dataset, config: DataConfig) -> None:
     """Refuse conversations in a form that a canary, which has messages with a role and a content, does not fit."""
     if config.form.holds is not Chat:
         return
-    message = getattr(train.features[config.messages_column], "feature", None)
+    message = getattr(train.features[config.column("messages")], "feature", None)
     kinds = [getattr((message or {}).get(key), "dtype", None) for key in ("role", "content")]
     if not {*kinds} <= {"string", "large_string"}:
         raise AuditError(
-            f"data.messages_column={config.messages_column!r} holds chats in another form than {{role, content}}, "
+            f"data.columns.messages={config.column('messages')!r} holds chats in another form than {{role, content}}, "
             "which a canary does not fit: write role and content, as texts, into a copy of the data for the audit"
         )
 
 
 def _insert(train: datasets.Dataset, canaries: Sequence[Canary], recipe: Recipe, repetitions: int) -> datasets.Dataset:
     """Insert the records of the included canaries at random positions; the others keep their order."""
-    column = recipe.privacy.unit_column
+    column = recipe.privacy.unit
     filled = []
     for canary in canaries:
         for pair in canary.records if canary.included else ():
@@ -388,9 +388,7 @@ def _recipe_for(recipe: Recipe, folder: Path, with_held_out: bool) -> Recipe:
         path=CANARIES_FILE,  # placeholder for a name that depends on everything else
         name=None,
         split="train",
-        eval_path=str(folder / HELD_OUT_FILE) if with_held_out else None,
-        eval_split=None,
-        eval_fraction=0.0,
+        eval=str(folder / HELD_OUT_FILE) if with_held_out else None,
         limit=None,
     )
     train = {name: value for name, value in recipe.train.items() if name != "resume_from_checkpoint"}

@@ -230,9 +230,9 @@ def _check_recipe(path: Path, made: CanarySet) -> None:
             f"{path} trained on {data.path}, but these canaries belong to {made.data_name}: the audit is of another "
             "run, or the coins were changed afterwards. Give the canaries.json of the prepared run"
         )
-    names = ("format", "text_column", "prompt_column", "completion_column", "messages_column")
-    cuts = ("max_length", "long_records", "limit", "eval_fraction")
-    pairs = [(f"data.{name}", getattr(data, name), getattr(made.data, name)) for name in (*names, *cuts)]
+    names = ("format", "columns", "max_length", "long_records", "limit")
+    pairs = [(f"data.{name}", getattr(data, name), getattr(made.data, name)) for name in names]
+    pairs.append(("data.eval.share", data.eval.share, made.data.eval.share))
     _require_same(pairs, f"{path} used different data settings from the prepared recipe")
 
 

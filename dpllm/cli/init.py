@@ -83,7 +83,9 @@ def _with_columns(command: Callable[..., None]) -> Callable[..., None]:
         if any(key in own for own in _COLUMNS.values()):
             about = f"The column of {COLUMNS[key].words}; by default found by its name."
             kind = Annotated[str | None, typer.Option(help=about, show_default=False)]
-            options.append(inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind))
+            options.append(
+                inspect.Parameter(f"{key}_column", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+            )
     signature = inspect.signature(command, eval_str=True)
     own = [item.replace(kind=inspect.Parameter.KEYWORD_ONLY) for item in signature.parameters.values()][:-1]
     place = [item.name for item in own].index("format") + 1
@@ -121,6 +123,7 @@ def init(
     """
     options = _Options(unit_column, unit, max_rows_per_unit, adapter, rank, max_length, held_out, start_is_independent)
     options.check()
+    columns = {key.removesuffix("_column"): name for key, name in columns.items()}
     ask = _Questions(yes)
     keys = [*(reading or ())]
     if records is not None and data is not None and "=" in records:  # the records are given by --data
@@ -131,7 +134,7 @@ def init(
         _epsilon(epsilon)
     target = None if output is None and not yes else _checked_output(output or _OUTPUT)
     how = _reading_keys(keys, encoding)
-    path, found = _records(ask, given, {**how, **{key: name for key, name in columns.items() if name is not None}})
+    path, found = _records(ask, given, how)
     section = _data(ask, path, found, how, format, columns)
     of_user = _unit(ask, options, found, section)
     used = [*section.form.names, of_user]
@@ -140,7 +143,7 @@ def init(
         typer.echo(f"not used: {', '.join(unused)}")
     if "missing" not in how:
         section = _without_missing(ask, found, section, of_user)
-    of_classes = _classes(ask, section.format, classes)
+    of_classes = _classes(ask, section.form.name, classes)
     name, at_hand = _model(ask, model)
     value = ask.value("epsilon", epsilon, "ε of the whole run (up to 1 strong, up to 10 reasonable)", EPSILON, _epsilon)
     if target is None:
@@ -347,18 +350,18 @@ def _data(
     strange = [key for key, name in given.items() if name is not None and key not in _COLUMNS[chosen]]
     if strange:
         raise ValueError(
-            f"--{strange[0].replace('_', '-')} does not belong to the format {chosen}, whose columns are "
-            f"{' and '.join('--' + key.replace('_', '-') for key in _COLUMNS[chosen])}"
+            f"--{strange[0]}-column does not belong to the format {chosen}, whose columns are "
+            f"{' and '.join(f'--{key}-column' for key in _COLUMNS[chosen])}"
         )
     names: dict[str, Any] = {}
     for key, about in _COLUMNS[chosen].items():
-        option = key.replace("_", "-")
+        option = f"{key}-column"
         proposed = found.proposed(key, list(names.values()))
         words = f"Column of {about.words}"
         if about.optional and given[key] is None and proposed is None:
             continue
         names[key] = ask.value(option, given[key], words, proposed, lambda name: _column(path, found, name))
-    return DataConfig(path=path, format=chosen, max_length=2, **how, **names)
+    return DataConfig(path=path, format=chosen, max_length=2, **how, columns=names)
 
 
 def _unit(ask: _Questions, options: _Options, found: Columns, section: DataConfig) -> str | None:
@@ -476,7 +479,7 @@ def _show(target: Path, wishes: Wishes, made: NewRecipe, notes: Sequence[str]) -
         ("steps", f"{plan.num_steps} of {plan.expected_batch_size:,} {noun} on average"),
         ("noise", f"{flow(made.value('privacy.noise'))}, σ = {plan.noise_multiplier:.4g}"),
         ("learning rate", f"{made.value('train.learning_rate'):g}"),
-        ("trained", "an adapter" if any(item.key == "model.peft" for item in made.settings) else "all weights"),
+        ("trained", "an adapter" if any(item.key == "model.adapter" for item in made.settings) else "all weights"),
         ("row", f"at most {made.value('data.max_length')} tokens"),
         *(("read", line) for line in look.read),
     ]

@@ -168,8 +168,6 @@ def _on_gpus(recipe: Recipe, count: int, machine: Machine) -> Launch:
 
     if "fsdp2" not in engines_for(count, recipe.model.quantization is not None, recipe.privacy.gradients == "per_unit"):
         return chosen("ddp", "quantised weights and privacy.gradients=per_unit are not sharded")
-    if recipe.merge_adapter:
-        return chosen("ddp", "merge_adapter needs the whole model on a GPU")
     try:
         arguments = training_arguments({**PLAIN, **recipe.train})
         need = footprint_of_recipe(recipe, arguments, recipe.privacy.expected_batch_size, "ddp", count).total

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dpllm.training.workload import UpdateRule
 
 
-@command("dpllm plan quickstart privacy.target_epsilon=3")
+@command("dpllm plan quickstart privacy.epsilon=3")
 def plan(recipe: RecipePath, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Print the privacy plan of a recipe: every number that determines the guarantee. Nothing is trained."""
     method = method_in(recipe, overrides or ())

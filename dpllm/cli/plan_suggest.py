@@ -166,7 +166,7 @@ def _units(recipe: Recipe, options: SuggestOptions, section: Any) -> Any:
         return UnitIndex.one_row_per_unit(options.num_units)
     records, held_out = load_train_and_eval(recipe.data, recipe.privacy)
     if section is not None:
-        private = [records] if held_out is None or recipe.data.eval_is_public else [records, held_out]
+        private = [records] if held_out is None or recipe.data.eval.public else [records, held_out]
         refuse_private_records(recipe, section, private)
     return unit_index_of(records, recipe.privacy)
 

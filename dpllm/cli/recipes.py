@@ -88,8 +88,9 @@ def _command(method: str | None) -> str:
 
 def _mode(values: dict[str, Any]) -> str:
     model, privacy = values.get("model") or {}, values["privacy"]
+    model = {"name": model} if isinstance(model, str) else model
     method = next((name for name in registry.query_sections() if name in values), None)
-    how = "LoRA" if model.get("peft") else "full"
+    how = "LoRA" if model.get("adapter") else "full"
     if model.get("quantization"):
         how = "QLoRA"
     elif model.get("config"):
@@ -98,9 +99,9 @@ def _mode(values: dict[str, Any]) -> str:
         how = registry.method(method).invocation
     if kind := (values.get("train") or {}).get("trainer"):
         how = f"{str(kind).upper()}, {how}"
-    target = privacy.get("target_epsilon")
+    target = privacy.get("epsilon")
     cost = f"σ = {privacy.get('noise_multiplier')}" if target is None else f"ε = {target:g}"
-    return f"{how}, {cost} per {'user' if privacy.get('unit') == 'user' else 'record'}"
+    return f"{how}, {cost} per {'user' if ((values.get('data') or {}).get('columns') or {}).get('unit') else 'record'}"
 
 
 def _named(name: str) -> Path:

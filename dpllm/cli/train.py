@@ -13,7 +13,7 @@ from dpllm.config.shipped import recipe_file
 from dpllm.planning.learning_rate import stale_rate
 
 
-@command("dpllm train quickstart privacy.target_epsilon=3 train.output_dir=runs/eps3")
+@command("dpllm train quickstart privacy.epsilon=3 train.output_dir=runs/eps3")
 def train(
     recipe: RecipeName,
     overrides: Overrides = None,

@@ -1,6 +1,7 @@
 """Recipes and their values, checked by kind and range when they are read. Needs no torch."""
 
 from dpllm.config.data_section import DataConfig as DataConfig
+from dpllm.config.data_section import HeldOut as HeldOut
 from dpllm.config.formats.record_format import RecordFormat as RecordFormat
 from dpllm.config.privacy_section import ROWS_KEPT as ROWS_KEPT
 from dpllm.config.privacy_section import SAMPLINGS as SAMPLINGS
@@ -10,6 +11,7 @@ from dpllm.config.privacy_section import PrivacyUnit as PrivacyUnit
 from dpllm.config.recipe import PRETRAINED_FOLDER as PRETRAINED_FOLDER
 from dpllm.config.recipe import RECIPE_FILE as RECIPE_FILE
 from dpllm.config.recipe import ConfigError as ConfigError
+from dpllm.config.recipe import Microbatch as Microbatch
 from dpllm.config.recipe import ModelConfig as ModelConfig
 from dpllm.config.recipe import PublicPretrainConfig as PublicPretrainConfig
 from dpllm.config.recipe import Recipe as Recipe

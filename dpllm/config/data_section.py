@@ -6,11 +6,12 @@ same keys.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from dpllm.config import values
-from dpllm.config.formats.catalogue import COLUMNS, FORMATS, RecordColumns
+from dpllm.config.formats.catalogue import COLUMNS, FORMATS, format_of
 from dpllm.config.formats.record_format import RecordFormat, columns_in
 from dpllm.config.metrics import check_names
 from dpllm.config.topics import Topic
@@ -19,6 +20,8 @@ from dpllm.config.values import ConfigError
 LONG_RECORDS = ("truncate", "split")
 TXT_RECORDS = ("line", "paragraph", "file")
 MISSING = ("error", "drop")
+UNIT = "unit"
+"""The key of ``data.columns`` for the column whose value identifies the protected unit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,54 +86,98 @@ def _is_delimiter(text: str) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldOutData(Topic):
-    """The records to evaluate on, and whether they are public."""
+class HeldOut(Topic):
+    """The records to evaluate on. Without any key, none are held out.
 
-    eval_path: str | None = None
-    """Path of the held-out records, when they are not in `path`."""
-    eval_split: str | None = None
-    """Split with the held-out records, of a Hub data set or such a folder."""
-    eval_fraction: float = 0.0
-    """Share of the records to hold out when there is neither `eval_path` nor `eval_split`."""
-    eval_is_public: bool = False
-    """Declares that the evaluation rows are public: a schedule may then follow them, and they are not disclosures."""
-    metrics: list[str] = field(default_factory=list)
-    """More figures of the held-out records, beside perplexity or accuracy: names of `dpllm.config.metrics.METRICS`."""
+    >>> HeldOut.of("dev.jsonl")
+    HeldOut(share=None, path='dev.jsonl', split=None, public=False)
+    """
+
+    share: float | None = None
+    """Share of the units that is held out."""
+    path: str | None = None
+    """Path of the held-out records."""
+    split: str | None = None
+    """Split with the held-out records, of a Hub data set or a folder with splits."""
+    public: bool = False
+    """Declares that the held-out records are public: a schedule may then follow them, and they are not disclosures."""
 
     def __post_init__(self) -> None:
         """Check every value, and that records held out of private ones are not called public."""
         super().__post_init__()
-        for name in ("eval_path", "eval_split"):
+        if self.share is not None:
+            self._set("share", values.between("eval.share", self.share, 0, 1, above=True, below=True))
+        for name in ("path", "split"):
             if getattr(self, name) is not None:
-                values.text(name, getattr(self, name))
-        self._set("eval_fraction", values.number("eval_fraction", self.eval_fraction))
-        if not 0 <= self.eval_fraction < 1:
-            raise ConfigError(f"eval_fraction must be at least 0 and below 1, got {self.eval_fraction}")
-        if self.eval_fraction > 0 and (self.eval_path or self.eval_split):
+                values.text(f"eval.{name}", getattr(self, name))
+        values.flag("eval.public", self.public)
+        if self.share is not None and (self.path or self.split):
             raise ConfigError(
-                "eval_fraction holds records out of the training split; with eval_path or eval_split, leave it out"
+                "eval.share holds records out of the training split, and eval.path and eval.split name others: give "
+                "one of them"
             )
-        values.flag("eval_is_public", self.eval_is_public)
-        check_names("metrics", self.metrics)
-        if self.eval_is_public and self.eval_fraction > 0:
+        if self.public and self.share is not None:
             raise ConfigError(
-                "eval_is_public declares public rows, but eval_fraction holds out private records of the same people: "
-                "leave eval_is_public out, or give public records as eval_path or eval_split"
+                "eval.public declares public records, but eval.share holds out private records of the same people: "
+                "leave eval.public out, or give public records as eval.path or eval.split"
             )
+
+    @classmethod
+    def of(cls, given: Any) -> HeldOut:
+        """Return the section for a share, a path, a mapping of its keys, or None.
+
+        Raises:
+            ConfigError: it is something else, or a key or a value is unusable.
+        """
+        if given is None:
+            return cls()
+        if isinstance(given, cls):
+            return given
+        if isinstance(given, str):
+            if values.is_number_in_quotes(given):
+                raise ConfigError(f"eval is {given!r}, a share in quotes: write it without them")
+            return cls(path=given)
+        if isinstance(given, Mapping):
+            for key in given:
+                if key not in (known := [item.name for item in fields(cls)]):
+                    raise ConfigError(
+                        f"unknown key 'eval.{key}'{values.nearest(str(key), known) or '.'} Known: {', '.join(known)}"
+                    )
+            return cls(**{key: value for key, value in given.items() if value is not None})
+        if isinstance(given, bool) or not isinstance(given, int | float):
+            raise ConfigError(
+                f"eval must be a share of the units, a path, or a mapping of share, path, split, public, got "
+                f"{values.shown(given)}"
+            )
+        if not 0 < given < 1:
+            raise ConfigError(f"eval must be a share above 0 and below 1, got {given}; without it none are held out")
+        return cls(share=given)
+
+    @property
+    def any(self) -> bool:
+        """Whether records are held out."""
+        return bool(self.share or self.path or self.split)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig(RecordColumns, HeldOutData, FileReading, DataSource):
+class DataConfig(FileReading, DataSource):
     """Where the records are, and how a record becomes rows.
 
-    Its keywords are those of `DataSource`, `FileReading`, `HeldOutData` and `RecordColumns`, and these five.
+    Its keywords are those of `DataSource` and `FileReading`, and these.
 
     Raises:
         ConfigError: a value is of the wrong kind or out of range, or two values contradict each other.
     """
 
-    format: str = "text"
-    """The form of a record: one of `dpllm.config.formats.catalogue.FORMATS`."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """Names of the columns by their use, such as {text: note, unit: patient_id}: those of the format (`COLUMNS`), whose
+    default is the name of the use; and ``unit``, the column whose value identifies the protected unit."""
+    eval: Any = field(default_factory=HeldOut)
+    """The records to evaluate on, a `HeldOut`. Short: a number is a share of the units, and a text a path."""
+    metrics: list[str] = field(default_factory=list)
+    """More figures of the held-out records, beside perplexity or accuracy: names of `dpllm.config.metrics.METRICS`."""
+    format: str | None = None
+    """The form of a record: one of `dpllm.config.formats.catalogue.FORMATS`. None: the one that has these columns."""
     long_records: str = "truncate"
     """"truncate" a record longer than `max_length`, or "split" it into several rows of the same unit."""
     limit: int | None = None
@@ -143,9 +190,19 @@ class DataConfig(RecordColumns, HeldOutData, FileReading, DataSource):
     def __post_init__(self) -> None:
         """Check every value."""
         super().__post_init__()
-        for key in COLUMNS:
-            values.text(key, getattr(self, key))
+        self._set("columns", _columns(self.columns))
+        self._set("eval", HeldOut.of(self.eval))
+        check_names("metrics", self.metrics)
+        given_keys = [key for key in self.columns if key != UNIT]
+        if self.format is None:
+            self._set("format", format_of(given_keys))
         values.choice("format", self.format, list(FORMATS))
+        known = columns_in(FORMATS[str(self.format)])
+        if strange := [key for key in given_keys if key not in known]:
+            raise ConfigError(
+                f"columns.{strange[0]}={self.columns[strange[0]]} is not read by format={self.format}, which has the "
+                f"columns {', '.join(known)}: leave one of the two out"
+            )
         values.choice("long_records", self.long_records, LONG_RECORDS)
         if self.limit is not None:
             values.integer("limit", self.limit, 1)
@@ -167,8 +224,27 @@ class DataConfig(RecordColumns, HeldOutData, FileReading, DataSource):
         ):
             raise ConfigError(f"class_names must be a list of two or more different texts, got {classes!r}")
 
+    def column(self, key: str) -> str:
+        """Return the name of the column for a use, whether the format reads it or not."""
+        return self.columns.get(key, key)
+
     @property
     def form(self) -> RecordFormat:
         """The format, with its columns."""
-        kind = FORMATS[self.format]
-        return kind(**{key: getattr(self, key) for key in columns_in(kind)})
+        kind = FORMATS[str(self.format)]
+        return kind(**{key: name for key, name in self.columns.items() if key != UNIT})
+
+
+def _columns(given: Any) -> dict[str, str]:
+    """Return the section ``columns`` without the keys that are set to nothing."""
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"columns must be a mapping such as {{text: note}}, got {values.shown(given)}")
+    known = (*COLUMNS, UNIT)
+    for key, name in given.items():
+        if key not in known:
+            raise ConfigError(
+                f"unknown key 'columns.{key}'{values.nearest(str(key), known) or '.'} Known: {', '.join(known)}"
+            )
+        if name is not None:
+            values.text(f"columns.{key}", name)
+    return {key: name for key, name in given.items() if name is not None}

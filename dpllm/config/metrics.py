@@ -86,8 +86,7 @@ def check_fit(data: DataConfig, task: str) -> None:
                 f"data.metrics: {name} needs the prompt of a record in one row: set data.long_records=truncate, or "
                 "leave data.metrics out"
             )
-    if data.metrics and not (data.eval_path or data.eval_split or data.eval_fraction):
+    if data.metrics and not data.eval.any:
         raise ConfigError(
-            "data.metrics measures held-out records, and the recipe holds none out: set data.eval_fraction, eval_split "
-            "or eval_path, or set data.metrics=[]"
+            "data.metrics measures held-out records, and the recipe holds none out: set data.eval, or data.metrics=[]"
         )

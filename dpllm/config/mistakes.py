@@ -28,7 +28,7 @@ _OTHER_MISTAKES = {
     "DistNetworkError": "another process of the run cannot be reached: it has ended, or MASTER_ADDR and MASTER_PORT "
     "are not those of this run. Look for the cause in the output of the other processes",
     "TransportError": "a server such as the Hub cannot be reached. Check network and proxy, or give local files",
-    "OutOfMemoryError": "the GPU's memory is used up. Lower microbatch_tokens or train.per_device_train_batch_size",
+    "OutOfMemoryError": "the GPU's memory is used up. Lower microbatch.tokens or train.per_device_train_batch_size",
 }
 
 

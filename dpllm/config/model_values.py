@@ -1,4 +1,4 @@
-"""The values of ``model.peft`` and ``model.config``: kinds and ranges that can be checked without the libraries.
+"""The values of ``model.adapter`` and ``model.config``: kinds and ranges that can be checked without the libraries.
 
 Place in the flow: below the configuration, which calls these checks when a recipe is read. Whether a value fits the
 model is checked later by `dpllm.training.preflight`, on a model without weights.
@@ -26,15 +26,15 @@ _OPTIONAL_SIZES = ("type_vocab_size",)  # 0 means that the model has no such tab
 _SHARES = re.compile(r"(?:.*_)?(?:dropout|pdrop|dropout_prob|dropout_rate|layerdrop)")
 
 
-def check_peft(name: str, section: Any) -> None:
+def check_adapter(name: str, section: Any) -> None:
     """Check the arguments of ``LoraConfig`` by kind and by range; names are checked where peft is imported.
 
     Raises:
         ConfigError: it is not a mapping, or a value cannot be used.
 
-    >>> check_peft("peft", {"r": "abc"})
+    >>> check_adapter("adapter", {"r": "abc"})
     Traceback (most recent call last):
-    dpllm.config.values.ConfigError: peft.r must be a whole number, got 'abc' (str)
+    dpllm.config.values.ConfigError: adapter.r must be a whole number, got 'abc' (str)
     """
     _check_keys(name, section, "LoraConfig arguments")
     for key, value in section.items():

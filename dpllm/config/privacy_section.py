@@ -25,6 +25,10 @@ from dpllm.mechanism.limits import (
 from dpllm.mechanism.parts import Spec
 
 UNITS = ("sequence", "user")
+ROWS_PER_UNIT = 16
+"""The default of ``max_rows_per_unit``, a public constant."""
+CLIP_NORM = 0.1
+"""The default of ``clip_norm``, a public constant."""
 SAMPLINGS = ("unit", "example")
 ROWS_KEPT = ("first", "random")
 ON_BUDGET = ("stop", "error")
@@ -32,6 +36,7 @@ STOPS = ("planned", "independent")
 GRADIENTS = ("ghost", "per_unit", "auto")
 UNUSED_PARAMETERS = ("error", "freeze")
 
+_NO_UNIT = "each record is a unit: name the column of the units (data.columns.unit), or leave it out"
 _NOT_POISSON = (
     *("shuffle", "shuffled", "random", "epoch", "sequential", "fixed", "fixed-size", "fixed_size"),
     *("balls-in-bins", "balls_in_bins", "without-replacement", "without_replacement"),
@@ -42,11 +47,11 @@ _NOT_POISSON = (
 class PrivacyNumbers(Topic):
     """The numbers of the mechanism: C and b, the target ε or σ, and δ."""
 
-    clip_norm: float
+    clip_norm: float = CLIP_NORM
     """C > 0: no unit contributes more than this to the sum of gradients of a step (L2 norm)."""
     expected_batch_size: int
     """b: average number of units (rows, with sampling="example") per step, over all machines. It divides the sum."""
-    target_epsilon: float | None = None
+    epsilon: float | None = None
     """The ε that the whole run may cost. The noise multiplier is calibrated to it. If the noise multiplier is given
     too, the run takes as many of its steps as the budget allows."""
     noise_multiplier: float | None = None
@@ -60,16 +65,16 @@ class PrivacyNumbers(Topic):
         self._set("clip_norm", values.between("clip_norm", self.clip_norm, 0, above=True))
         values.between("clip_norm", self.clip_norm, MIN_CLIP_NORM, MAX_CLIP_NORM)
         self._set("expected_batch_size", values.integer("expected_batch_size", self.expected_batch_size, 1))
-        if self.target_epsilon is None and self.noise_multiplier is None:
+        if self.epsilon is None and self.noise_multiplier is None:
             raise ConfigError(
-                "give target_epsilon or noise_multiplier: target_epsilon=8 calibrates the noise to a budget, "
+                "give epsilon or noise_multiplier: epsilon=8 calibrates the noise to a budget, "
                 "noise_multiplier=1.0 sets the noise and reports its cost, both together stop the run at the budget"
             )
-        if self.target_epsilon is not None:
-            self._set("target_epsilon", values.between("target_epsilon", self.target_epsilon, 0, above=True))
-            if self.target_epsilon > MAX_TARGET_EPSILON:
+        if self.epsilon is not None:
+            self._set("epsilon", values.between("epsilon", self.epsilon, 0, above=True))
+            if self.epsilon > MAX_TARGET_EPSILON:
                 raise ConfigError(
-                    f"target_epsilon must be at most {MAX_TARGET_EPSILON:g}, got {self.target_epsilon:g}: a larger ε "
+                    f"epsilon must be at most {MAX_TARGET_EPSILON:g}, got {values.shown(self.epsilon)}: a larger ε "
                     "protects nobody. Take one below 10, or noise_multiplier=0 for a run without privacy"
                 )
         if self.noise_multiplier is not None:
@@ -89,41 +94,37 @@ class PrivacyNumbers(Topic):
 class PrivacyUnit(Topic):
     """The protected unit, and the choice of its rows."""
 
-    unit: str = "sequence"
-    """The unit that a neighbouring data set lacks: "sequence" (one record) or "user" (every record of one id)."""
-    unit_column: str | None = None
-    """The column that holds the user's id. Required for unit="user"."""
+    unit: str | None = None
+    """The column whose value identifies the unit that a neighbouring data set lacks: all records with one value are
+    protected together. None: each record is a unit. In a recipe file it is ``data.columns.unit``."""
     max_rows_per_unit: int | None = None
-    """k: how many rows of one user may be used. Required for unit="user"."""
+    """k: how many rows of one unit may be used. None: `ROWS_PER_UNIT` where there is a column, and one record else."""
     rows_kept: str = "first"
     """Which k rows of a user with more: "first", or "random", by a secret draw. Fixed before the run."""
     normalize_ids: bool = False
     """Whether user ids that differ only in case, spaces, Unicode form or the spelling of a number are one user."""
 
     def __post_init__(self) -> None:
-        """Check that users have a column and a bound on their rows, and that sequences have neither."""
+        """Check that keys for units of several rows have a column of the units."""
         super().__post_init__()
-        values.choice("unit", self.unit, UNITS)
-        if self.unit == "user":
-            if self.unit_column is None:
-                raise ConfigError('unit="user" needs unit_column: the column that holds the user\'s id')
-            values.text("unit_column", self.unit_column)
-            if self.max_rows_per_unit is None:
-                raise ConfigError('unit="user" needs max_rows_per_unit: how many rows of one user may be used')
-            self._set("max_rows_per_unit", values.integer("max_rows_per_unit", self.max_rows_per_unit, 1))
+        if self.unit is not None:
+            values.text("unit", self.unit)
+            most = ROWS_PER_UNIT if self.max_rows_per_unit is None else self.max_rows_per_unit
+            self._set("max_rows_per_unit", values.integer("max_rows_per_unit", most, 1))
             values.choice("rows_kept", self.rows_kept, ROWS_KEPT)
-            if not isinstance(self.normalize_ids, bool):
-                raise ConfigError(f"normalize_ids must be true or false, got {self.normalize_ids!r}")
+            values.flag("normalize_ids", self.normalize_ids)
             return
         if self.normalize_ids:
-            raise ConfigError('normalize_ids belongs to unit="user": a sequence has no id')
+            raise ConfigError(f"normalize_ids is about the ids of units, and {_NO_UNIT}")
         if self.rows_kept != "first":
-            raise ConfigError('rows_kept belongs to unit="user": a sequence keeps all its rows')
-        for name in ("unit_column", "max_rows_per_unit"):
-            if getattr(self, name) is not None:
-                raise ConfigError(
-                    f'{name} belongs to unit="user"; with unit="sequence" it would be ignored, so leave it out'
-                )
+            raise ConfigError(f"rows_kept chooses rows of a unit, and {_NO_UNIT}")
+        if self.max_rows_per_unit is not None:
+            raise ConfigError(f"max_rows_per_unit bounds the rows of a unit, and {_NO_UNIT}")
+
+    @property
+    def protects(self) -> str:
+        """What a unit is, one of `UNITS`: "sequence" (one record) or "user" (all records with one value of `unit`)."""
+        return "sequence" if self.unit is None else "user"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +143,7 @@ class PrivacyMechanism(PrivacyUnit, PrivacyNumbers):
     noise of earlier steps, where the units are drawn from one of several groups in turn; or "blt", for units that
     cannot be sampled: each pass visits every unit once, in one order. Options: {kind: blt, buffers: 2}, up to 4 or
     auto; {kind: banded, bands: 8, strategy: geometric}. ``bands``: the number of groups, or auto, the best one at
-    `target_epsilon`. ``strategy``: geometric or free; its numbers are computed for the optimizer and the schedule of
+    `epsilon`. ``strategy``: geometric or free; its numbers are computed for the optimizer and the schedule of
     the run, and the plan stores them. To fix them: ``ratio``, or ``coefficients``, a list."""
     max_batch_size: int | None = None
     """More units than this never enter one step. None: b + 7 sqrt(b), raised until it costs nothing in ε."""
@@ -175,10 +176,8 @@ class PrivacyMechanism(PrivacyUnit, PrivacyNumbers):
                     f"{self.max_rows_per_unit:,}: computing ε for more rows of one user takes too long. Lower it, or "
                     "leave sampling out"
                 )
-            if self.unit != "user":
-                raise ConfigError(
-                    'sampling="example" belongs to unit="user"; a sequence is drawn as a whole, so leave it out'
-                )
+            if self.unit is None:
+                raise ConfigError(f'sampling="example" draws rows of a unit singly, and {_NO_UNIT}')
             if self.max_batch_size is not None:
                 raise ConfigError(
                     'max_batch_size cannot be used with sampling="example": no accounting is known for a truncated '
@@ -209,7 +208,7 @@ class PrivacyCost(Topic):
     """The ε stated by a run that ends before its planned steps: "planned", the ε of all of them, or "independent", the
     ε of the steps taken. The latter holds only if the stop depends neither on the data nor on the run's releases."""
     on_budget: str = "stop"
-    """When the requested steps would cost more than `target_epsilon`: "stop" before the step that would exceed it, or
+    """When the requested steps would cost more than `epsilon`: "stop" before the step that would exceed it, or
     "error" before the first step."""
     dataset: str | None = None
     """Public name of the private data set; the costs of runs on it are added up. Required with `budget_file`."""
@@ -261,7 +260,7 @@ class PrivacyConfig(PrivacyGradients, PrivacyCost, PrivacyMechanism):
     Raises:
         ConfigError: a value is of the wrong kind or out of range, or two values contradict each other.
 
-    >>> PrivacyConfig(target_epsilon=8, delta=1e-6, clip_norm=1, expected_batch_size=1024).target_epsilon
+    >>> PrivacyConfig(epsilon=8, delta=1e-6, clip_norm=1, expected_batch_size=1024).epsilon
     8.0
     """
 
@@ -307,8 +306,8 @@ def checked_selection(privacy: PrivacyConfig) -> Any:
         ),
         "max_batch_size: no Rényi bound is known for truncated samples": privacy.max_batch_size is not None,
         "stop=independent: the ε of a selection is that of complete runs": privacy.stop != "planned",
-        "both target_epsilon and noise_multiplier: the selection has one σ, from one of them": (
-            privacy.target_epsilon is not None and privacy.noise_multiplier is not None
+        "both epsilon and noise_multiplier: the selection has one σ, from one of them": (
+            privacy.epsilon is not None and privacy.noise_multiplier is not None
         ),
         "budget_file: `dpllm methods tune` charges it, and not each of the runs": privacy.budget_file is not None,
     }

@@ -106,7 +106,7 @@ def check_quantization(value: Any, *, has_adapter: bool) -> None:
 
     Args:
         value: of the recipe; None: weights keep the type ``model.dtype``.
-        has_adapter: whether ``model.peft`` is given.
+        has_adapter: whether ``model.adapter`` is given.
 
     Raises:
         ConfigError: a value that cannot be used, or nothing would be trained on top of the frozen weights.
@@ -116,6 +116,6 @@ def check_quantization(value: Any, *, has_adapter: bool) -> None:
     kind = Quantization.of(value).kind
     if not has_adapter:
         raise ConfigError(
-            f"quantization={kind} stores the weights in a form that cannot be trained: give peft, such as "
+            f"quantization={kind} stores the weights in a form that cannot be trained: give adapter, such as "
             "{r: 16, target_modules: all-linear}, or leave quantization out"
         )

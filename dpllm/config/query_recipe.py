@@ -14,9 +14,9 @@ from typing import Any
 
 from dpllm import registry
 from dpllm.config import values
-from dpllm.config.data_section import DataConfig
+from dpllm.config.data_section import UNIT, DataConfig
 from dpllm.config.privacy_section import PrivacyUnit
-from dpllm.config.recipe import ModelConfig, ReleaseConfig, read_raw, read_section
+from dpllm.config.recipe import ModelConfig, ReleaseConfig, hand_over_unit, one_unit, read_raw, read_section
 from dpllm.config.values import ConfigError, nearest
 from dpllm.config.yaml12 import write_yaml
 from dpllm.mechanism.limits import ADJACENCIES, MAX_NOISE, MAX_TARGET_EPSILON, MIN_NOISE
@@ -29,11 +29,11 @@ class QueryPrivacy(PrivacyUnit):
     Its keywords are those of `PrivacyUnit` and these. Clipping and sampling belong to the method's own section.
     """
 
-    target_epsilon: float | None = None
+    epsilon: float | None = None
     """The ε that the whole run may cost; the noise is calibrated to it."""
     noise_multiplier: float | None = None
     """The standard deviation of the noise, over the largest change of an answer by one unit; instead of
-    `target_epsilon`."""
+    `epsilon`."""
     delta: float | None = None
     """δ, below 1/N for N units. None: 1/(10 N)."""
     adjacency: str = "zero-out"
@@ -46,13 +46,13 @@ class QueryPrivacy(PrivacyUnit):
     def __post_init__(self) -> None:
         """Check every value, and that one of two numbers determines the noise."""
         super().__post_init__()
-        if (self.target_epsilon is None) == (self.noise_multiplier is None):
-            given = "neither" if self.target_epsilon is None else "both"
+        if (self.epsilon is None) == (self.noise_multiplier is None):
+            given = "neither" if self.epsilon is None else "both"
             raise ConfigError(
-                f"give exactly one of target_epsilon (the noise is calibrated to it) and noise_multiplier, got {given}"
+                f"give exactly one of epsilon (the noise is calibrated to it) and noise_multiplier, got {given}"
             )
         for name, least, most in (
-            ("target_epsilon", 0, MAX_TARGET_EPSILON),
+            ("epsilon", 0, MAX_TARGET_EPSILON),
             ("noise_multiplier", MIN_NOISE, MAX_NOISE),
         ):
             if getattr(self, name) is not None:
@@ -98,9 +98,16 @@ class QueryRecipe:
     """The public model, for methods that need one."""
     release: ReleaseConfig = field(default_factory=ReleaseConfig)
 
+    def __post_init__(self) -> None:
+        """Give both sections the same column of the units."""
+        privacy, data = one_unit(self.privacy, self.data)
+        object.__setattr__(self, "privacy", privacy)
+        object.__setattr__(self, "data", data)
+
     def to_yaml(self) -> str:
         """Return the text of a recipe file that makes an equal recipe."""
         plain = {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
+        del plain["privacy"][UNIT]  # it is data.columns.unit
         method, options = plain.pop("method"), plain.pop("options")
         return write_yaml({**plain, method: options})
 
@@ -127,7 +134,7 @@ def load_query_recipe(path: str | Path, overrides: Sequence[str] = (), method: s
 
     Args:
         path: a YAML file, or the name of a shipped recipe.
-        overrides: dotted assignments, such as ``"privacy.target_epsilon=1"``.
+        overrides: dotted assignments, such as ``"privacy.epsilon=1"``.
         method: the section that it must have, with all its defaults if it is left out of the file. None: any.
 
     Raises:
@@ -154,6 +161,7 @@ def load_query_recipe(path: str | Path, overrides: Sequence[str] = (), method: s
             raise ConfigError(
                 f"{source}: unknown key {key!r}{nearest(str(key), known) or '.'} Known here: {', '.join(known)}"
             )
+    hand_over_unit(raw, source)
     made: dict[str, Any] = {}
     for key, section in sections.items():
         value = raw.get(key)
@@ -167,12 +175,10 @@ def load_query_recipe(path: str | Path, overrides: Sequence[str] = (), method: s
     if not isinstance(raw.get("output_dir"), str) or not raw["output_dir"].strip():
         raise ConfigError(f"{source}: output_dir must be the name of the run's folder, got {raw.get('output_dir')!r}")
     recipe = QueryRecipe(method=name, options=made.pop(name), output_dir=raw["output_dir"], **made)
-    if not registry.method(name).holds_records_out and (
-        recipe.data.eval_path or recipe.data.eval_split or recipe.data.eval_fraction
-    ):
+    if not registry.method(name).holds_records_out and (recipe.data.eval.any):
         raise ConfigError(
-            f"{source}: data.eval_path, eval_split and eval_fraction hold records out, and "
-            f"`{registry.method(name).invocation}` uses every record: leave them out, and keep "
+            f"{source}: data.eval holds records out, and `{registry.method(name).invocation}` uses every record: leave "
+            "it out, and keep "
             "records that it must not use in another file"
         )
     return recipe

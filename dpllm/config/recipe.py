@@ -12,20 +12,20 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from dpllm import registry
 from dpllm.config import values
-from dpllm.config.data_section import DataConfig
+from dpllm.config.data_section import UNIT, DataConfig
 from dpllm.config.files import write_file
 from dpllm.config.formats.catalogue import FORMATS
 from dpllm.config.hub import is_language
 from dpllm.config.metrics import check_fit
-from dpllm.config.model_values import HEADS, check_model_config, check_peft
-from dpllm.config.privacy_section import PrivacyConfig
+from dpllm.config.model_values import HEADS, check_adapter, check_model_config
+from dpllm.config.privacy_section import PrivacyConfig, PrivacyUnit
 from dpllm.config.quantization import check_quantization
 from dpllm.config.shipped import recipe_file, shipped_recipes
 from dpllm.config.tasks import TASKS
@@ -62,7 +62,7 @@ class ModelConfig:
     """Train a byte-level BPE tokenizer of this size on the public text (a vocabulary reveals the words of its text)."""
     dtype: str = "float32"
     """"float32", "bfloat16", or "auto" (as the weights were saved)."""
-    peft: dict[str, Any] | None = None
+    adapter: dict[str, Any] | None = None
     """Arguments of `peft.LoraConfig`. None: full fine-tuning."""
     quantization: str | dict[str, Any] | None = None
     """Stored form of the frozen matrices under an adapter (QLoRA): "nf4", "fp4" or "int8", or a mapping with `kind`
@@ -111,9 +111,9 @@ class ModelConfig:
                 )
         if self.tokenizer_vocab_size is not None:
             values.integer("tokenizer_vocab_size", self.tokenizer_vocab_size, 260)
-        if self.peft is not None:
-            check_peft("peft", self.peft)
-        check_quantization(self.quantization, has_adapter=self.peft is not None)
+        if self.adapter is not None:
+            check_adapter("adapter", self.adapter)
+        check_quantization(self.quantization, has_adapter=self.adapter is not None)
         if self.tie_word_embeddings is not None:
             values.flag("tie_word_embeddings", self.tie_word_embeddings)
         if not isinstance(self.freeze, list) or not all(isinstance(pattern, str) for pattern in self.freeze):
@@ -139,6 +139,8 @@ class PublicPretrainConfig:
         check_train("train", self.train)
         refuse_own("train", self.train)
         values.integer("max_shared_records", self.max_shared_records, 0)
+        if UNIT in self.data.columns:
+            raise ConfigError("data.columns.unit names protected units, and public text has none: leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +181,28 @@ class ReleaseConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Microbatch:
+    """The rows that go through the model at once; it has no influence on the guarantee."""
+
+    tokens: int | str | None = None
+    """Tokens of a microbatch, padding included. It replaces the number of rows,
+    ``train.per_device_train_batch_size``: rows of similar length share a microbatch, so that a microbatch of short
+    rows has many. "auto": the largest number that fits on the GPU, found by trial before the first step (one process
+    per GPU and DDP; 2048 on a CPU)."""
+    pack: bool = False
+    """Whether the rows of a microbatch are concatenated without padding; `tokens` then counts only the rows' own
+    tokens. For causal language models."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if isinstance(self.tokens, str) and self.tokens != "auto":
+            raise ConfigError(f'tokens must be a whole number or "auto", got {self.tokens!r}')
+        if self.tokens is not None and self.tokens != "auto":
+            values.integer("tokens", self.tokens, 1)
+        values.flag("pack", self.pack)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """One run: the sections of a recipe file."""
 
@@ -193,17 +217,8 @@ class Recipe:
     "dpo" takes the names of TRL's ``SFTConfig`` or ``DPOConfig`` too (`dpllm.DPSFTTrainer`, `dpllm.DPDPOTrainer`)."""
     public_pretrain: PublicPretrainConfig | None = None
     release: ReleaseConfig = field(default_factory=ReleaseConfig)
-    microbatch_tokens: int | str | None = None
-    """Tokens of a microbatch, padding included. It replaces the number of rows,
-    ``train.per_device_train_batch_size``: rows of similar length share a microbatch, so that a microbatch of short
-    rows has many. "auto": the largest number that fits on the GPU, found by trial before the first step (one process
-    per GPU and DDP; 2048 on a CPU). It has no influence on the guarantee."""
-    pack_rows: bool = False
-    """Whether the rows of a microbatch are concatenated without padding; ``microbatch_tokens`` then counts only the
-    rows' own tokens. For causal language models. It has no influence on the guarantee."""
-    merge_adapter: bool = False
-    """Whether the finished model is also written with its LoRA adapter added to its weights, in the folder "merged" of
-    the run, not quantised. It has no influence on the guarantee."""
+    microbatch: Microbatch = field(default_factory=Microbatch)
+    """The rows that go through the model at once. It has no influence on the guarantee."""
     beside: Mapping[str, Any] = field(default_factory=dict)
     """Sections of methods that stand beside ``train``, by name (`dpllm.registry`); each is a key of the file.
     ``federate`` is that of a federated run (`dpllm methods federated`): ``train`` then has the rounds as ``max_steps``
@@ -217,20 +232,15 @@ class Recipe:
         check_train("train", self.train)
         check_fit(self.data, self.model.task)
         object.__setattr__(self, "train", with_schedule(self.train))
-        if isinstance(self.microbatch_tokens, str) and self.microbatch_tokens != "auto":
-            raise ConfigError(f'microbatch_tokens must be a whole number or "auto", got {self.microbatch_tokens!r}')
-        if self.microbatch_tokens is not None and self.microbatch_tokens != "auto":
-            values.integer("microbatch_tokens", self.microbatch_tokens, 1)
-        values.flag("pack_rows", self.pack_rows)
         values.choice("noise_memory", self.noise_memory, NOISE_MEMORIES)
-        values.flag("merge_adapter", self.merge_adapter)
-        if self.merge_adapter and self.model.peft is None:
-            raise ConfigError("merge_adapter merges a LoRA adapter, and model.peft is not given: leave it out")
-        if self.pack_rows and self.model.task != "causal_lm":
+        if self.microbatch.pack and self.model.task != "causal_lm":
             raise ConfigError(
-                f'pack_rows concatenates rows, which model.task="{self.model.task}" does not support: it is for causal '
-                "language models. Leave pack_rows out"
+                f'microbatch.pack concatenates rows, which model.task="{self.model.task}" does not support: it is for '
+                "causal language models. Leave microbatch.pack out"
             )
+        privacy, data = one_unit(self.privacy, self.data)
+        object.__setattr__(self, "privacy", privacy)
+        object.__setattr__(self, "data", data)
         if self.model.quantization is not None and self.model.name is None and self.public_pretrain is None:
             raise ConfigError(
                 "model.quantization freezes the weights, and those of model.config are random: name a pretrained model "
@@ -259,10 +269,30 @@ class Recipe:
                 f"train.trainer={trainer} makes one row of each record for a causal language model: set "
                 "model.task=causal_lm and data.long_records=truncate"
             )
-        if trainer == "dpo" and self.pack_rows:
+        if trainer == "dpo" and self.microbatch.pack:
             raise ConfigError(
-                "pack_rows concatenates rows, and a row of train.trainer=dpo has two sequences: leave it out"
+                "microbatch.pack concatenates rows, and a row of train.trainer=dpo has two sequences: leave it out"
             )
+
+
+_Privacy = TypeVar("_Privacy", bound=PrivacyUnit)
+_Data = TypeVar("_Data", bound=DataConfig)
+
+
+def one_unit(privacy: _Privacy, data: _Data) -> tuple[_Privacy, _Data]:
+    """Return both sections with the same column of the units: a recipe file has it in ``data`` alone.
+
+    Raises:
+        ConfigError: they name two columns.
+    """
+    column = data.columns.get(UNIT)
+    if column is None and privacy.unit is not None:
+        data = dataclasses.replace(data, columns={**data.columns, UNIT: privacy.unit})
+    elif column is not None and privacy.unit is None:
+        privacy = dataclasses.replace(privacy, unit=column)
+    elif column != privacy.unit:
+        raise ConfigError(f"data.columns.unit={column} and privacy.unit={privacy.unit} name two columns: keep one")
+    return privacy, data
 
 
 _WITHOUT_TRAINER = {
@@ -316,7 +346,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
     Args:
         path: a YAML file with the sections of `Recipe`, or the name of a shipped recipe ("quickstart").
-        overrides: dotted assignments, each value parsed as YAML: ``"privacy.target_epsilon=3"``. A later assignment
+        overrides: dotted assignments, each value parsed as YAML: ``"privacy.epsilon=3"``. A later assignment
             overrides an earlier one; ``key=`` and ``key=null`` reset a key to nothing.
 
     Returns:
@@ -325,7 +355,26 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         ConfigError: the file cannot be read, or a key is unknown, missing or unusable; the message names both.
     """
-    return _build(Recipe, read_raw(path, overrides), str(path), "")
+    raw = read_raw(path, overrides)
+    hand_over_unit(raw, str(path))
+    return _build(Recipe, raw, str(path), "")
+
+
+def hand_over_unit(raw: dict[str, Any], source: str) -> None:
+    """Write ``data.columns.unit`` of a file into its section ``privacy``, which reads it.
+
+    Raises:
+        ConfigError: the section has a unit of its own.
+    """
+    data, privacy = raw.get("data"), raw.get("privacy")
+    if isinstance(privacy, dict):
+        if UNIT in privacy:
+            raise ConfigError(
+                f"{source}: unknown key 'privacy.unit'; the column whose value identifies the unit is data.columns.unit"
+            )
+        columns = data.get("columns") if isinstance(data, dict) else None
+        if isinstance(columns, Mapping) and columns.get(UNIT) is not None:
+            raw["privacy"] = {**privacy, UNIT: columns[UNIT]}
 
 
 def read_raw(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -350,6 +399,8 @@ def read_raw(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         raise ConfigError(f"{path}: must be a mapping with the sections {', '.join(_names(Recipe))}")
     for override in overrides:
         apply_override(raw, override)
+    if isinstance(raw.get("model"), str):
+        raw["model"] = _SHORT["model"](raw["model"])
     return raw
 
 
@@ -368,6 +419,7 @@ def recipe_to_dict(recipe: Recipe) -> dict[str, Any]:
     """Return the recipe as plain nested dictionaries, including every default."""
     plain = dataclasses.asdict(recipe)
     beside = plain.pop("beside")
+    del plain["privacy"][UNIT]  # it is data.columns.unit
     return {**plain, **beside}
 
 
@@ -383,6 +435,7 @@ _NESTED: dict[type, dict[str, type]] = {
         "privacy": PrivacyConfig,
         "public_pretrain": PublicPretrainConfig,
         "release": ReleaseConfig,
+        "microbatch": Microbatch,
     },
     PublicPretrainConfig: {"data": DataConfig},
 }
@@ -449,6 +502,13 @@ def _has_default(item: dataclasses.Field[Any]) -> bool:
     return item.default is not dataclasses.MISSING or item.default_factory is not dataclasses.MISSING
 
 
+_SHORT: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "model": lambda value: {"name": value},
+    "data.eval": lambda value: {"path" if isinstance(value, str) else "share": value},
+}
+"""Keys whose value may be short for a mapping."""
+
+
 def apply_override(raw: dict[str, Any], override: str) -> None:
     """Write the value of ``key=value`` into the sections of a recipe; see `load_recipe`.
 
@@ -458,7 +518,7 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
-        raise ConfigError(f"override {override!r} must read key=value, such as privacy.target_epsilon=3")
+        raise ConfigError(f"override {override!r} must read key=value, such as privacy.epsilon=3")
     try:
         value = read_yaml(text)
     except ConfigError as error:
@@ -467,6 +527,8 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     for depth, part in enumerate(parts[:-1]):
         if place.get(part) is None:
             place[part] = {}
+        if (short := _SHORT.get(".".join(parts[: depth + 1]))) and not isinstance(place[part], dict):
+            place[part] = short(place[part])
         place = place[part]
         if not isinstance(place, dict):
             raise ConfigError(f"override {override!r}: '{'.'.join(parts[: depth + 1])}' is a value, not a section")

@@ -151,9 +151,14 @@ def own_file(name: str, value: Any, ending: str) -> None:
         raise ConfigError(f"{name} must not begin with privacy_, as plan, ledger and report of a run do, got {value!r}")
 
 
+def is_number_in_quotes(text: str) -> bool:
+    """Whether a text has the form of a number."""
+    return _NUMBER_IN_QUOTES.fullmatch(text) is not None
+
+
 def _kind(value: Any) -> str:
     """Return the value with its kind, and the remedy for a number in quotes."""
     words = f"{shown(value)} ({type(value).__name__})"
-    if isinstance(value, str) and _NUMBER_IN_QUOTES.fullmatch(value):
+    if isinstance(value, str) and is_number_in_quotes(value):
         return f"{words}: it is in quotes, so it is a text; write it without them"
     return words

@@ -144,7 +144,7 @@ class Columns:
         return None
 
     def proposed(self, key: str, taken: Sequence[str] = ()) -> str | None:
-        """Return the column for a key of the section, such as "prompt_column"; None if none fits by name and content.
+        """Return the column for a key of the section, such as "prompt"; None if none fits by name and content.
 
         Args:
             key: the key.

@@ -16,8 +16,10 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from dpllm.config import TASKS, ConfigError, DataConfig, RecordFormat, read_section
-from dpllm.config.formats.catalogue import COLUMNS, FORMATS
+from dpllm.config.data_section import UNIT
+from dpllm.config.formats.catalogue import FORMATS
 from dpllm.config.formats.record_format import TextLabel, columns_in
+from dpllm.config.formats.text import TextFormat
 from dpllm.config.tasks import labels_of
 from dpllm.data.lengths import TOKENS
 from dpllm.data.messages import CONVERSATIONS
@@ -36,11 +38,11 @@ from dpllm.data.records import (
 from dpllm.data.tokenization import tokenize_records
 from dpllm.data.values import ColumnKinds
 
-KEYS = (*COLUMNS, "format", "max_length", "long_records", "class_names", "chat_template_kwargs")
+KEYS = ("columns", "format", "max_length", "long_records", "class_names", "chat_template_kwargs")
 """Keys of a recipe's section ``data`` that say how a record becomes rows, and not where it is."""
 LONGEST = 1024
 """The most tokens of a row, if nobody says and the model has room for as many."""
-_ABOUT = "how raw columns become rows: keys of a recipe's section data, such as data={'text_column': 'note'}"
+_ABOUT = "how raw columns become rows: keys of a recipe's section data, such as data={'columns': {'text': 'note'}}"
 
 
 def read_keys(data: Any) -> dict[str, Any]:
@@ -56,7 +58,12 @@ def read_keys(data: Any) -> dict[str, Any]:
     for key in data:
         if key in (item.name for item in dataclasses.fields(DataConfig)) and key not in KEYS:
             raise ConfigError(f"data has the key {key!r}, which is for a recipe: pass the rows as train_dataset")
-    read_section(DataConfig, {"path": "train_dataset", "max_length": LONGEST, **data}, "DPTrainer", "data")
+    if UNIT in (data.get("columns") or {}):
+        raise ConfigError(
+            "data has columns.unit, the column of the units in a recipe: pass PrivacyConfig(unit=...) and leave it out"
+        )
+    given = {"format": TextFormat.name, "path": "train_dataset", "max_length": LONGEST, **data}
+    read_section(DataConfig, given, "DPTrainer", "data")
     return {key: value for key, value in data.items() if value is not None}
 
 
@@ -169,18 +176,18 @@ class RowMaker:
         first = next(iter(columns_in(type(forms[0]))))
         raise ConfigError(
             f"{words} has the columns {', '.join(columns)}. A model for {self.task} learns from {self.source}, or from "
-            f"the columns {wanted}. Name yours with data={{'{first}': ...}}, or pass a model for "
+            f"the columns {wanted}. Name yours with data={{'columns': {{'{first}': ...}}}}, or pass a model for "
             "another task (model={'name': ..., 'task': ...})"
         )
 
     def _of(self, kind: type[RecordFormat], columns: Sequence[str]) -> RecordFormat:
         keys = self._keys(columns)
-        return kind(**{key: keys[key] for key in columns_in(kind) if key in keys})
+        return kind(**{key: name for key, name in keys.get("columns", {}).items() if key in columns_in(kind)})
 
     def _keys(self, columns: Sequence[str]) -> dict[str, Any]:
         """Return the keys, with the name that ShareGPT and TRL give a column of conversations."""
         named = "messages" not in columns and CONVERSATIONS in columns
-        return {**({"messages_column": CONVERSATIONS} if named else {}), **self.keys}
+        return {**({"columns": {"messages": CONVERSATIONS}} if named else {}), **self.keys}
 
     def _named(self, records: datasets.Dataset, config: DataConfig) -> DataConfig:
         """Return the description with the model's class names where labels are text and no names were given."""

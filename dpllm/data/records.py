@@ -41,7 +41,7 @@ PARQUET_BRANCH = "refs/convert/parquet"
 """Branch of the Hub with the records of data sets that cannot be read directly."""
 
 HELD_OUT_SEED = 20240229
-"""Public constant that fixes which record numbers `eval_fraction` holds out."""
+"""Public constant that fixes which record numbers ``data.eval.share`` holds out."""
 
 CHATS = "chats"
 """Note of rows that were made of conversations: "turns" if the assistant's turns alone have loss, "all" otherwise."""
@@ -68,7 +68,7 @@ DOCUMENTS = (
 def required_columns(config: DataConfig) -> list[str]:
     """Return the columns that every record must have for `config.format`.
 
-    >>> required_columns(DataConfig(path="x", max_length=8, format="classification", text_column="sentence"))
+    >>> required_columns(DataConfig(path="x", max_length=8, format="classification", columns={"text": "sentence"}))
     ['sentence', 'label']
     """
     return config.form.required
@@ -105,7 +105,7 @@ def load_train_and_eval(
 ) -> tuple[datasets.Dataset, datasets.Dataset | None]:
     """Return the training records and the held-out records (None when the recipe names none).
 
-    Held-out records come from `eval_path`, from `eval_split`, or are a share `eval_fraction` of the training records,
+    Held-out records come from ``data.eval.path``, from ``data.eval.split``, or are a share of the training records,
     chosen by record number with a public constant, before N is fixed: N counts the records that remain. At user level
     whole users are held out, so no held-out record belongs to a user whose records are trained on.
 
@@ -114,15 +114,15 @@ def load_train_and_eval(
         privacy: definition of a unit. None: a unit is one record.
 
     Raises:
-        ConfigError: as for `load_records`; also for `eval_split` of a local path without `eval_path`, and for a
+        ConfigError: as for `load_records`; also for ``data.eval.split`` of a local path, and for a
             held-out file or split that is part of the training data.
         DataError: as for `load_records`; also for a share that leaves no record on one side, and for held-out records
             most of which are training records.
     """
     train, held_out = _train_and_eval(config, privacy)
-    ids = [] if privacy is None or privacy.unit_column is None else [privacy.unit_column]
+    ids = [] if privacy is None or privacy.unit is None else [privacy.unit]
     keep_notes(train, train, contents=hash_of_records(train, [*config.form.names, *ids]))
-    if held_out is not None and config.eval_is_public:
+    if held_out is not None and config.eval.public:
         note_public_rows(train, held_out, config, unit_column_of(privacy))
     return train, held_out
 
@@ -155,42 +155,41 @@ def _train_and_eval(
     config: DataConfig, privacy: PrivacyUnit | None
 ) -> tuple[datasets.Dataset, datasets.Dataset | None]:
     """Return what `load_train_and_eval` does, without its note."""
-    if config.eval_path is not None:
+    if config.eval.path is not None:
         _refuse_shared_files(config)
-    if config.eval_split is not None and config.eval_split == config.split:
+    if config.eval.split is not None and config.eval.split == config.split:
         raise ConfigError(
-            f"eval_split={config.eval_split!r} is also the training split: name another split, or set eval_fraction"
+            f"data.eval.split={config.eval.split!r} is also the training split: name another split, or a share"
         )
     records = load_records(config, privacy)
-    if config.eval_path is not None:
-        held_out = _finish(_load(config.eval_path, config, _eval_split(config)), config, config.eval_path)
-        _refuse_shared_records(records, held_out, config, config.eval_path)
+    if config.eval.path is not None:
+        held_out = _finish(_load(config.eval.path, config, _eval_split(config)), config, config.eval.path)
+        _refuse_shared_records(records, held_out, config, config.eval.path)
         return records, held_out
-    if config.eval_split is not None:
+    if config.eval.split is not None:
         local = None if config.path.startswith("builtin:") else find_files(config.path)
         if config.path.startswith("builtin:") or (local and not local.splits):
             raise ConfigError(
-                f"eval_split={config.eval_split!r} names a split, and {config.path} has none: give the file with the "
-                "held-out records as eval_path, or set eval_fraction"
+                f"data.eval.split={config.eval.split!r} names a split, and {config.path} has none: give the file with "
+                "the held-out records as data.eval, or a share"
             )
-        if local and set(split_names(config.eval_split, local)) & set(split_names(config.split, local)):
+        if local and set(split_names(config.eval.split, local)) & set(split_names(config.split, local)):
             raise ConfigError(
-                f"eval_split={config.eval_split!r} has files of the training split: name another split, or set "
-                "eval_fraction"
+                f"data.eval.split={config.eval.split!r} has files of the training split: name another split, or a share"
             )
-        source = f"{config.path} ({config.eval_split})"
-        held_out = _finish(_load(config.path, config, config.eval_split), config, source)
+        source = f"{config.path} ({config.eval.split})"
+        held_out = _finish(_load(config.path, config, config.eval.split), config, source)
         _refuse_shared_records(records, held_out, config, source)
         return records, held_out
-    if config.eval_fraction == 0:
+    if config.eval.share is None:
         return records, None
     units = _units_to_hold_out(records, config, privacy)
     num_units = int(units.max()) + 1
-    num_held_out = max(1, round(config.eval_fraction * num_units))
+    num_held_out = max(1, round(config.eval.share * num_units))
     if num_held_out >= num_units:
         raise DataError(
-            f"eval_fraction={config.eval_fraction} of {num_units} {'users' if num_units < len(records) else 'records'} "
-            "leaves none for training: lower it, or give eval_path"
+            f"data.eval={config.eval.share} of {num_units} {'users' if num_units < len(records) else 'records'} "
+            "leaves none for training: lower it, or give a path of other records"
         )
     order = np.random.default_rng(HELD_OUT_SEED).permutation(num_units)
     held_out = np.zeros(num_units, dtype=bool)
@@ -199,19 +198,21 @@ def _train_and_eval(
 
 
 def _eval_split(config: DataConfig) -> str:
-    """Return the split of ``eval_path``: a folder with one split only is that split."""
-    path = str(config.eval_path)
-    local = None if config.eval_split or path.startswith("builtin:") else find_files(path)
+    """Return the split of ``data.eval.path``: a folder with one split only is that split."""
+    path = str(config.eval.path)
+    local = None if config.eval.split or path.startswith("builtin:") else find_files(path)
     if local and len(local.splits) > 1:
-        raise ConfigError(f"eval_path={path} has the splits {', '.join(local.splits)}: name one with data.eval_split")
-    return next(iter(local.splits)) if local and len(local.splits) == 1 else config.eval_split or "train"
+        raise ConfigError(
+            f"data.eval.path={path} has the splits {', '.join(local.splits)}: name one with data.eval.split"
+        )
+    return next(iter(local.splits)) if local and len(local.splits) == 1 else config.eval.split or "train"
 
 
 def _units_to_hold_out(records: datasets.Dataset, config: DataConfig, privacy: PrivacyUnit | None) -> NDArray[np.int64]:
     """Return (num_records,) unit numbers; a unit (a user, or the record itself) is held out as a whole."""
-    if privacy is None or privacy.unit != "user":
+    if privacy is None or privacy.protects != "user":
         return np.arange(len(records))
-    column = str(privacy.unit_column)
+    column = str(privacy.unit)
     check_column(records.column_names, column, config.path, records)
     index = UnitIndex.from_ids(records[column], normalize=privacy.normalize_ids)
     units = np.empty(len(records), dtype=np.int64)
@@ -274,7 +275,7 @@ def _check_chats(column: pa.ChunkedArray, name: str, source: str, features: data
             if not (objects or text or is_conversation(chat)):
                 raise DataError(
                     f"{source}: column '{name}' holds {kind}, but a chat is a list of {{role, content}}: store it so, "
-                    "or set data.messages_column"
+                    "or set data.columns.messages"
                 )
             read_messages(chat, f"record {number}")
 
@@ -373,7 +374,7 @@ def _finish(
     if limit is not None:
         records = records.select(range(min(limit, len(records))))
     if config.missing == "drop":
-        ids = [] if privacy is None or privacy.unit_column is None else [privacy.unit_column]
+        ids = [] if privacy is None or privacy.unit is None else [privacy.unit]
         records = _without_missing(records, [*required_columns(config), *ids])
     name = config.form.labels
     if config.form.holds is TextLabel and name in records.column_names:
@@ -492,7 +493,7 @@ def index_of(records: datasets.Dataset, config: DataConfig, unit_column: str | N
 
 def unit_column_of(privacy: PrivacyUnit | None) -> str | None:
     """Return the column of the users' ids; None if a unit is a record."""
-    return privacy.unit_column if privacy is not None and privacy.unit == "user" else None
+    return privacy.unit if privacy is not None and privacy.protects == "user" else None
 
 
 def units_of(records: datasets.Dataset, unit_column: str | None) -> NDArray[np.int64] | None:
@@ -520,7 +521,7 @@ def _refuse_shared_records(
     if shared and shared >= _SAME_RECORDS * index.long.sum():
         raise DataError(
             f"{source}: {shared} of {index.long.sum()} held-out records are training records, so nothing is held "
-            "out: give records that are not in data.path, or set eval_fraction"
+            "out: give records that are not in data.path, or set data.eval to a share"
         )
 
 
@@ -532,7 +533,7 @@ def _refuse_shared_files(config: DataConfig) -> None:
     """
     trained, held_out = (
         [] if path.startswith("builtin:") else [Path(file) for file in local_files(path, split)]
-        for path, split in ((config.path, config.split), (str(config.eval_path), _eval_split(config)))
+        for path, split in ((config.path, config.split), (str(config.eval.path), _eval_split(config)))
     )
     by_size = {file.stat().st_size for file in trained}
     hashes: dict[bytes, Path] = {}
@@ -543,8 +544,8 @@ def _refuse_shared_files(config: DataConfig) -> None:
             same = hashes.get(content_hash(file))
         if same is not None:
             raise ConfigError(
-                f"eval_path={config.eval_path}: {file} is part of data.path={config.path} (as {same}), so the model "
-                "would be trained on it: move it out of that folder, or name only the training files by a pattern"
+                f"data.eval.path={config.eval.path}: {file} is part of data.path={config.path} (as {same}), so the "
+                "model would be trained on it: move it out of that folder, or name only the training files by a pattern"
             )
 
 
@@ -552,20 +553,20 @@ def shared_source(private: DataConfig, public: DataConfig) -> str | None:
     """Return a file, or a data set, of which both sections read records. Nothing is opened; copies are not found.
 
     Args:
-        private: a section. Its held-out records count too, unless ``eval_is_public`` declares them public.
+        private: a section. Its held-out records count too, unless ``data.eval.public`` declares them public.
         public: another section, of which only ``path`` and ``split`` count.
     """
-    held_out = not private.eval_is_public
+    held_out = not private.eval.public
     paths = [(private.path, private.split)]
-    if private.eval_path is not None and held_out:
-        paths.append((private.eval_path, private.eval_split or "train"))
-    elif private.eval_split is not None and held_out:
-        paths.append((private.path, private.eval_split))
+    if private.eval.path is not None and held_out:
+        paths.append((private.eval.path, private.eval.split or "train"))
+    elif private.eval.split is not None and held_out:
+        paths.append((private.path, private.eval.split))
     theirs = _files_named(public.path, public.split)
     for path, split in paths:
         mine = _files_named(path, split)
         if not mine and not theirs and (path, private.name) == (public.path, public.name):
-            splits = {private.split, private.eval_split if held_out else None} - {None}
+            splits = {private.split, private.eval.split if held_out else None} - {None}
             names = [
                 {part.partition("[")[0].strip() for split in used for part in str(split).split("+")}
                 for used in (splits, {public.split})

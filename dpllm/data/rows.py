@@ -46,7 +46,7 @@ def unit_index_of(dataset: Any, privacy: PrivacyUnit, rng: np.random.Generator |
     """Return the index of units; the number of units is the same for records and for their rows.
 
     Sequence level: rows with the same `record` are a unit; without that column each row is a unit. User level: rows
-    with the same id in `privacy.unit_column` are a unit, at most `max_rows_per_unit` of them.
+    with the same id in `data.columns.unit` are a unit, at most `max_rows_per_unit` of them.
 
     Args:
         dataset: records, or tokenized rows, as a `datasets.Dataset` or a sequence of dictionaries.
@@ -67,9 +67,9 @@ def unit_index_of(dataset: Any, privacy: PrivacyUnit, rng: np.random.Generator |
     if len(dataset) == 0:
         raise DataError("empty data set: there is no record to train on; check path, split and limit")
     present = list(dataset.column_names if isinstance(dataset, datasets.Dataset) else dataset[0])
-    if privacy.unit == "user":
-        column = str(privacy.unit_column)  # PrivacyUnit requires it for users
-        check_column(present, column, "privacy.unit_column", dataset)
+    if privacy.protects == "user":
+        column = str(privacy.unit)  # PrivacyUnit requires it for users
+        check_column(present, column, "data.columns.unit", dataset)
         draw = rng if privacy.rows_kept == "random" else None
         ids = column_of(dataset, column)
         units = UnitIndex.from_ids(ids, privacy.max_rows_per_unit, draw, privacy.normalize_ids, column)
@@ -116,7 +116,7 @@ def num_labels_of(records: datasets.Dataset, config: DataConfig) -> int | None:
     """
     if config.class_names is not None:
         return len(config.class_names)
-    feature = records.features.get(config.form.labels or config.label_column)
+    feature = records.features.get(config.form.labels or config.column("label"))
     feature = getattr(feature, "feature", feature)  # of a list
     if not isinstance(feature, datasets.ClassLabel) or sources_of(records):
         return None
@@ -217,7 +217,7 @@ class PackedCollator:
         if min(lengths) == 0 or seen_BT.sum(1).tolist() != lengths or "token_type_ids" in padded:
             raise DataError(
                 "a row has no token, masked tokens or token types, and rows cannot be packed with them: leave padding "
-                "and token types out of the rows, or set pack_rows to false"
+                "and token types out of the rows, or set microbatch.pack to false"
             )
         labels_BT = padded["labels"]
         labels_BT[:, 0] = IGNORE

@@ -111,9 +111,11 @@ def refuse_shared_held_out(
     Raises:
         DataError: more than ``allowed`` are shared.
     """
-    if held_out is not None and not data.eval_is_public:
+    if held_out is not None and not data.eval.public:
         own = dataclasses.replace(
-            data, path=data.eval_path or data.path, eval_path=None, eval_split=None, eval_fraction=0.0
+            data,
+            path=data.eval.path or data.path,
+            eval=None,
         )
         refuse_shared_records(held_out, own, public, public_data, allowed, keys)
 
@@ -175,7 +177,7 @@ def refuse_private_parts(recipe: Any, records: datasets.Dataset, held_out: datas
         values[values.pop("method")] = values.pop("options")
     texts = dict(_strings(values, ""))
     refuse_private_texts(texts, records, recipe.data, recipe.privacy)
-    if held_out is not None and not recipe.data.eval_is_public:
+    if held_out is not None and not recipe.data.eval.public:
         refuse_private_texts(texts, held_out, recipe.data)
 
 
@@ -202,7 +204,7 @@ def refuse_private_prompts(recipe: Recipe, prompts: Mapping[str, str]) -> bool:
     except ValueError:  # the records are elsewhere, or changed
         return False
     refuse_private_texts(prompts, records, data, recipe.privacy)
-    if held_out is not None and not data.eval_is_public:
+    if held_out is not None and not data.eval.public:
         refuse_private_texts(prompts, held_out, data)
     return True
 

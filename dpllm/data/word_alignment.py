@@ -123,7 +123,7 @@ def answer_of(answers: Any, context: str, number: int) -> tuple[int, int]:
     except (TypeError, KeyError, ValueError) as error:
         raise DataError(
             f"record {number}: the answers are not {{text: [...], answer_start: [...]}}: store them so, or set "
-            "data.answers_column"
+            "data.columns.answers"
         ) from error
     if not texts and not starts:
         return 0, 0

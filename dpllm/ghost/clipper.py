@@ -250,7 +250,7 @@ class GhostClipper(UnitClipper):
             raise GhostError(
                 "A unit's gradient is not finite, and it was not measured that such values stay within their packed "
                 "row: they may have reached other units. Call GhostClipper.check_rows() before the first step, or do "
-                "not pack the rows (pack_rows: false)."
+                "not pack the rows (microbatch.pack: false)."
             )
         return sq_norm_GU, slack_GU
 
@@ -459,7 +459,7 @@ class GhostClipper(UnitClipper):
         if self._is_packed:
             return NoRuleError(
                 f"{name}: a module that uses it works on {tuple(shape)}, which cannot be cut into the packed rows. "
-                "Freeze the parameter, or do not pack the rows (pack_rows: false)."
+                "Freeze the parameter, or do not pack the rows (microbatch.pack: false)."
             )
         return NoRuleError(
             f"{name}: a module that uses it works on {shape[0]} rows, the losses on {self._num_rows}. Every module "

@@ -113,7 +113,7 @@ class PackedRows:
         if found and self._token_dim.get(x.ndim) not in found:
             raise NoRuleError(
                 f"The shape {tuple(x.shape)} does not show which dimension has the {tokens} tokens of the packed rows. "
-                "Do not pack the rows of this model (pack_rows: false)."
+                "Do not pack the rows of this model (microbatch.pack: false)."
             )
         return self._token_dim[x.ndim] if found else None
 

@@ -476,7 +476,7 @@ class RowProbe:
             raise CoupledError(
                 f"A packed row's loss depends on the packed row {other} (seen at {name}), so a unit cannot "
                 "be bounded: something in the model mixes tokens across the end of a row. Do not pack the "
-                f"rows of this model (pack_rows: false), or give it an attention that reads {BOUNDARIES}."
+                f"rows of this model (microbatch.pack: false), or give it an attention that reads {BOUNDARIES}."
             )
         raise CoupledError(
             f"The loss of row {int(self.rows[0])} depends on row {other} of the batch (seen at {name}), so a unit "
@@ -526,5 +526,5 @@ class SpreadProbe:
                 f"A value that is not finite reaches other packed rows (seen at {name}): the attention masks by "
                 "multiplying with zero, so one unit that overflows would change the contributions of the others. Use "
                 "an attention that runs each row separately (dpllm.models.packing, flash_attention_2), or do not pack "
-                "the rows (pack_rows: false)."
+                "the rows (microbatch.pack: false)."
             )

@@ -261,18 +261,18 @@ def prepare_model(base: PreTrainedModel, model: ModelConfig) -> PreTrainedModel 
             a freeze pattern without a match; nothing left to train.
     """
     prepared: PreTrainedModel | PeftModel = base
-    if model.peft is None and (stored := stored_as(base)) is not None:
+    if model.adapter is None and (stored := stored_as(base)) is not None:
         raise ConfigError(
             f"the weights of the model {model.name!r} are quantised ({stored}), so its matrices cannot be trained, and "
-            "norms and embeddings alone would be: give model.peft, such as {r: 16, target_modules: all-linear}"
+            "norms and embeddings alone would be: give model.adapter, such as {r: 16, target_modules: all-linear}"
         )
-    if model.peft is not None:
+    if model.adapter is not None:
         config = _lora_config(model)
         check_adapter_names(base, config)
         try:
             prepared = get_peft_model(base, config)
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
-            raise ConfigError(f"model.peft does not fit this model: {one_line(error)}") from error
+            raise ConfigError(f"model.adapter does not fit this model: {one_line(error)}") from error
         _name_the_base_from_everywhere(prepared)
     names = [name for name, _ in prepared.named_parameters()]
     for pattern in model.freeze:
@@ -287,7 +287,7 @@ def prepare_model(base: PreTrainedModel, model: ModelConfig) -> PreTrainedModel 
                 parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in prepared.parameters()):
         raise ConfigError(
-            "the model has no trainable parameter: take patterns out of model.freeze, or check model.peft"
+            "the model has no trainable parameter: take patterns out of model.freeze, or check model.adapter"
         )
     return prepared
 
@@ -344,19 +344,19 @@ def _refuse_data_driven(name: str, kind: Any) -> None:
 
 
 def _lora_config(model: ModelConfig) -> LoraConfig:
-    arguments = copy.deepcopy(dict(model.peft or {}))
+    arguments = copy.deepcopy(dict(model.adapter or {}))
     known = [field.name for field in dataclasses.fields(LoraConfig)]
     for key in arguments:
         if key not in known:
-            raise ConfigError(f"model.peft: LoraConfig has no argument '{key}'{nearest(str(key), known)}")
-    _refuse_data_driven("model.peft", arguments.get("init_lora_weights"))
+            raise ConfigError(f"model.adapter: LoraConfig has no argument '{key}'{nearest(str(key), known)}")
+    _refuse_data_driven("model.adapter", arguments.get("init_lora_weights"))
     arguments.setdefault("task_type", TASKS[model.task].peft)
     if TASKS[model.task].label_per_token and arguments.get("target_modules") == "all-linear":
         arguments.setdefault("exclude_modules", _HEADS)
     try:
         return LoraConfig(**arguments)
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-        raise ConfigError(f"model.peft: {one_line(error)}") from error
+        raise ConfigError(f"model.adapter: {one_line(error)}") from error
 
 
 def _from_config(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, labels: Mapping[str, Any]) -> PreTrainedModel:

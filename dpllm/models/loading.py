@@ -231,7 +231,7 @@ def not_loaded(what: str, name: str, error: Exception) -> ConfigError:
     )
 
 
-def check_adapter_names(base: nn.Module, config: LoraConfig, source: str = "model.peft") -> None:
+def check_adapter_names(base: nn.Module, config: LoraConfig, source: str = "model.adapter") -> None:
     """Make sure that every module that LoRA names is in the model; peft skips unknown names silently.
 
     Args:

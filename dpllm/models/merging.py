@@ -84,8 +84,8 @@ def _refuse_other_parts(model: nn.Module) -> None:
         if not isinstance(module, LoraLayer) or not hasattr(module.get_base_layer(), "weight"):
             raise ConfigError(
                 f"merge_adapter: {path} ({type(module).__name__}) is trained in a way that is not added to a quantised "
-                "model. Leave trainable_token_indices and target_parameters of model.peft out, or leave merge_adapter "
-                "or quantization out"
+                "model. Leave trainable_token_indices and target_parameters of model.adapter out, or leave "
+                "merge_adapter or quantization out"
             )
 
 

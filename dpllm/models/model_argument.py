@@ -118,8 +118,8 @@ def names_of_classes(model: Any) -> list[str] | None:
 def _described(model: str | Mapping[str, Any], peft_config: Any) -> ModelConfig:
     if isinstance(model, Mapping) and peft_config is not None:
         raise ConfigError(
-            "model is a description and peft_config is given as well: describe the adapter in model={'peft': ...}, or "
-            "pass the model's name as a text"
+            "model is a description and peft_config is given as well: describe the adapter in model={'adapter': ...}, "
+            "or pass the model's name as a text"
         )
     keys: dict[str, Any] = {"name": model} if isinstance(model, str) else dict(model)
     if keys.get("task") is None and isinstance(keys.get("name"), str) and keys["name"]:

@@ -75,7 +75,7 @@ def packed_attention(
     if needed or not (is_causal if is_causal is not None else getattr(module, "is_causal", True)):
         raise ValueError(
             f"{type(module).__name__} needs {needed or 'attention in both directions'}, which {ATTENTION} does not "
-            "support. Do not pack the rows of this model (pack_rows: false), or load it with flash_attention_2."
+            "support. Do not pack the rows of this model (microbatch.pack: false), or load it with flash_attention_2."
         )
     if cu_seq_lens_q is None:
         prepared = attention_mask is not None and attention_mask.ndim == 4
@@ -151,7 +151,7 @@ def refuse_unpackable(model: nn.Module, task: str | None, collator: Any = None, 
         reason = "compute_loss_func was made for padded rows; leave it out"
     else:
         return
-    raise ConfigError(f"Rows cannot be packed: {reason}. Or set pack_rows to false")
+    raise ConfigError(f"Rows cannot be packed: {reason}. Or set microbatch.pack to false")
 
 
 @contextlib.contextmanager
@@ -170,7 +170,7 @@ def attention_by_row(model: nn.Module) -> Iterator[None]:
         inner.set_attn_implementation(ATTENTION)
     if inner.config._attn_implementation not in _BY_ROW:
         raise ConfigError(
-            f"Rows cannot be packed: the attention of {type(inner).__name__} stays {before}. Set pack_rows to false"
+            f"Rows cannot be packed: the attention of {type(inner).__name__} stays {before}. Set microbatch.pack: false"
         )
     try:
         yield

@@ -91,7 +91,7 @@ def refuse_steering(
         raise ConfigError(
             f"{found[0]} follows exact evaluation results: on private rows, epsilon would not cover its decisions. "
             "Leave it out, or evaluate on public rows and declare eval_is_public=True (in a recipe "
-            "data.eval_is_public: true)"
+            "data.eval.public: true)"
         )
 
 

@@ -575,7 +575,7 @@ def footprint_of_recipe(
     """Return the memory and communication of a recipe; no private data is read, and no weights.
 
     Args:
-        recipe: the recipe. ``data.max_length`` is T, and B the number of such rows in ``microbatch_tokens`` ("auto" or
+        recipe: the recipe. ``data.max_length`` is T, and B the number of such rows in ``microbatch.tokens`` ("auto" or
             left out: ``per_device_train_batch_size``). Every user is assumed to have ``max_rows_per_unit`` rows. A
             row of ``train.trainer=dpo`` counts as two.
         arguments: its ``train`` section.
@@ -604,13 +604,13 @@ def footprint_of_recipe(
     sequences = 2 if recipe.train.get("trainer") == "dpo" else 1  # of a row: a pair has two
     per_unit = sequences * (1 if by_example else recipe.privacy.max_rows_per_unit or 1)
     rows = sequences * arguments.per_device_train_batch_size
-    if isinstance(recipe.microbatch_tokens, int):
-        rows = max(1, recipe.microbatch_tokens // recipe.data.max_length)
+    if isinstance(recipe.microbatch.tokens, int):
+        rows = max(1, recipe.microbatch.tokens // recipe.data.max_length)
     if one_unit := recipe.privacy.gradients == "per_unit":
         rows = min(rows, per_unit)
     shape, head = shape_of_model(recipe.model), recipe.model.head
     is_causal = recipe.model.task == "causal_lm" and recipe.train.get("trainer") != "dpo"
-    if not is_causal or (recipe.pack_rows and shape.head.trainable):
+    if not is_causal or (recipe.microbatch.pack and shape.head.trainable):
         head = "whole"
     run = Run(
         engine=engine,

@@ -81,7 +81,7 @@ def rate_words(recipe: Recipe, rule: UpdateRule, computed: float | None) -> tupl
     if computed is None:
         return [], []
     given = max(rule.rates)
-    low, high = rate_range(computed, recipe.model.peft is not None)
+    low, high = rate_range(computed, recipe.model.adapter is not None)
     same = f"{given:.2g}" == f"{computed:.2g}"
     by_rule = "that of the rule" if same else f"and {computed:g} by the rule"
     row = ("learning rate", f"{given:g}, {by_rule} for this plan")

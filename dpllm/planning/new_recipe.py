@@ -17,8 +17,8 @@ from typing import Any
 import datasets
 import numpy as np
 
-from dpllm.config import ConfigError, DataConfig, ModelConfig, PrivacyConfig, Recipe
-from dpllm.config.data_section import DataSource, FileReading
+from dpllm.config import ConfigError, DataConfig, Microbatch, ModelConfig, PrivacyConfig, Recipe
+from dpllm.config.data_section import UNIT, DataSource, FileReading
 from dpllm.config.formats.catalogue import formats_for
 from dpllm.config.formats.record_format import Chat, TextLabel, columns_in
 from dpllm.config.tasks import TASKS
@@ -30,7 +30,7 @@ from dpllm.models.local_model import ModelAtHand
 from dpllm.models.starting_point import refuse_private_start
 from dpllm.planning import rules
 from dpllm.planning.recipe_text import recipe_text
-from dpllm.planning.suggest import CLIP_NORM, Setting
+from dpllm.planning.suggest import Setting
 from dpllm.planning.suggested import suggested_run
 from dpllm.planning.weight_size import WeightSize, size_of_model
 from dpllm.privacy.plan import PrivacyPlan
@@ -160,14 +160,14 @@ def new_recipe(wishes: Wishes, at_hand: ModelAtHand | None) -> NewRecipe:
         class_names=names,
     )
     records = load_records(data)
-    unit = _unit(wishes)
-    bounds = {"max_rows_per_unit": len(records)} if unit["unit"] == "user" else {}
+    unit, protects = _unit(wishes), "sequence" if wishes.unit_column is None else "user"
+    bounds = {"max_rows_per_unit": len(records)} if unit else {}
     index = unit_index_of(records, _privacy(wishes, {**unit, **bounds}, 1))
     population = index.num_units
-    _refuse_few(population, unit["unit"])
+    _refuse_few(population, protects)
     share = rules.held_out_share(population) if wishes.held_out is None else wishes.held_out
     num_units = population - (max(1, round(share * population)) if share else 0)
-    data = dataclasses.replace(data, eval_fraction=share)
+    data = dataclasses.replace(data, eval=share or None)
     batch, steps = rules.batch_and_steps(num_units)
     model = _model_section(wishes, task, at_hand)
     privacy = dataclasses.replace(_privacy(wishes, unit, batch), delta=rules.delta_for(num_units))
@@ -177,21 +177,21 @@ def new_recipe(wishes: Wishes, at_hand: ModelAtHand | None) -> NewRecipe:
         data=data,
         privacy=privacy,
         train=train,
-        microbatch_tokens="auto",
+        microbatch=Microbatch(tokens="auto"),
     )
     run = suggested_run(draft, UnitIndex.one_row_per_unit(num_units))
     rate = run.rate_for(_size(draft.model, at_hand))
     settings = [
         *model,
-        *_data_settings(data, max_length, wishes.held_out, unit["unit"]),
-        *_privacy_settings(privacy, unit["unit"], num_units, batch, steps),
+        *_data_settings(data, max_length, wishes),
+        *_privacy_settings(privacy, num_units, batch, steps),
         *_of_section("privacy", run.settings),
         *_train_settings(wishes.output_dir, steps, at_hand, rate),
         *_of_section("train", run.settings),
     ]
     notes = [
-        *rules.need_words(num_units, wishes.epsilon, str(unit["unit"])),
-        rules.range_words(float(rate.value), draft.model.peft is not None, run.step_ratio != 1),
+        *rules.need_words(num_units, wishes.epsilon, protects),
+        rules.range_words(float(rate.value), draft.model.adapter is not None, run.step_ratio != 1),
     ]
     if at_hand is None:
         notes.append(
@@ -199,7 +199,7 @@ def new_recipe(wishes: Wishes, at_hand: ModelAtHand | None) -> NewRecipe:
             "tokenizer, and the size of its weights were not looked at. Once it is here, dpllm plan suggest RECIPE "
             "computes the learning rate from its weights."
         )
-    look = _look(records, data, at_hand, None if unit["unit"] == "sequence" else index)
+    look = _look(records, data, at_hand, index if unit else None)
     look = dataclasses.replace(look, read=tuple(reading_remarks(records)))
     return NewRecipe(_each_once(settings), tuple(notes), run.plan, look, population)
 
@@ -248,18 +248,12 @@ def _max_length(wishes: Wishes, at_hand: ModelAtHand | None) -> Setting:
 
 def _unit(wishes: Wishes) -> dict[str, Any]:
     if wishes.unit_column is None:
-        return {"unit": "sequence"}
-    rows = rules.ROWS_PER_UNIT if wishes.rows is None else wishes.rows
-    return {
-        "unit": "user",
-        "unit_column": wishes.unit_column,
-        "max_rows_per_unit": rows,
-        "rows_kept": "random",
-    }
+        return {}
+    return {"unit": wishes.unit_column, "max_rows_per_unit": wishes.rows, "rows_kept": "random"}
 
 
 def _privacy(wishes: Wishes, unit: dict[str, Any], batch: int) -> PrivacyConfig:
-    return PrivacyConfig(target_epsilon=wishes.epsilon, clip_norm=CLIP_NORM, expected_batch_size=batch, **unit)
+    return PrivacyConfig(epsilon=wishes.epsilon, expected_batch_size=batch, **unit)
 
 
 def _refuse_few(num_units: int, unit: str) -> None:
@@ -304,11 +298,11 @@ def _model_section(wishes: Wishes, task: str, at_hand: ModelAtHand | None) -> li
     return [
         *found,
         Setting("model.dtype", "auto", "The frozen weights have the type in which they were saved.", None),
-        Setting("model.peft", peft, reason, None),
+        Setting("model.adapter", peft, reason, None),
     ]
 
 
-def _data_settings(data: DataConfig, max_length: Setting, held_out: float | None, unit: str) -> list[Setting]:
+def _data_settings(data: DataConfig, max_length: Setting, wishes: Wishes) -> list[Setting]:
     path = "Your records. A relative path is seen from the folder in which the training is started."
     found = [Setting("data.path", data.path, path, None)]
     for item in (one for kind in (DataSource, FileReading) for one in dataclasses.fields(kind)):
@@ -316,10 +310,20 @@ def _data_settings(data: DataConfig, max_length: Setting, held_out: float | None
         if item.default is not dataclasses.MISSING and value != item.default:
             found.append(Setting(f"data.{item.name}", value, "", item.default))
     found.append(Setting("data.format", data.format, "", None))
-    usual = type(data.form)()
-    for key, about in columns_in(type(data.form)).items():
-        if not about.optional or getattr(data, key) != getattr(usual, key):
-            found.append(Setting(f"data.{key}", getattr(data, key), "", None))
+    form, usual = data.form, type(data.form)()
+    columns = {
+        key: getattr(form, key)
+        for key, about in columns_in(type(form)).items()
+        if not about.optional or getattr(form, key) != getattr(usual, key)
+    }
+    protected = (
+        "Each record is protected by itself. If one person may have several records, protect all records of a person "
+        "together: unit: the column of their ids."
+    )
+    if wishes.unit_column is not None:
+        columns[UNIT] = wishes.unit_column
+        protected = f"unit: all records of one user, with the same {wishes.unit_column}, are protected together."
+    found.append(Setting("data.columns", columns, protected, None))
     if data.class_names is not None:
         found.append(Setting("data.class_names", data.class_names, OWN, None))
     long = (
@@ -328,41 +332,33 @@ def _data_settings(data: DataConfig, max_length: Setting, held_out: float | None
         else "The rest of a longer record is not used."
     )
     found += [max_length, Setting("data.long_records", data.long_records, long, "truncate")]
-    of = "users with all their records" if unit == "user" else "records"
-    rule = OWN if held_out is not None else "5 % of them, at most about 1,000: a function of their public number."
+    of = "records" if wishes.unit_column is None else "users with all their records"
+    rule = OWN if wishes.held_out is not None else "5 % of them, at most about 1,000, by their public number."
     found.append(
         Setting(
-            "data.eval_fraction",
-            data.eval_fraction,
+            "data.eval",
+            data.eval.share,
             f"The share of {of} that is held out and measured before and after the training. {rule} These figures are "
-            "exact results on private records, and ε does not cover them: keep them to yourself, or set 0.",
-            0.0,
+            "exact results on private records, and ε does not cover them: keep them to yourself, or leave it out.",
+            None,
         )
     )
     return found
 
 
-def _privacy_settings(privacy: PrivacyConfig, unit: str, num_units: int, batch: int, steps: int) -> list[Setting]:
+def _privacy_settings(privacy: PrivacyConfig, num_units: int, batch: int, steps: int) -> list[Setting]:
     epsilon = (
         "What the whole run may cost. ε up to 1 is strong, up to 10 reasonable (Ponomareva et al., JAIR 2023, "
         "arXiv:2303.00654)."
     )
-    protected = (
-        "All records of one user are protected together."
-        if unit == "user"
-        else "Each record is protected by itself. If one person may have several records, protect users instead: unit: "
-        "user, with the column of their ids."
-    )
     found = [
-        Setting("privacy.target_epsilon", privacy.target_epsilon, epsilon, None),
+        Setting("privacy.epsilon", privacy.epsilon, epsilon, None),
         Setting("privacy.delta", privacy.delta, rules.delta_reason(num_units), None),
-        Setting("privacy.unit", unit, protected, None),
     ]
-    if unit == "user":
-        rows = int(privacy.max_rows_per_unit or 1)
+    if privacy.max_rows_per_unit is not None:
+        rows = privacy.max_rows_per_unit
         kept = "Which rows of a user with more: by a secret draw before the training."
         found += [
-            Setting("privacy.unit_column", privacy.unit_column, "", None),
             Setting("privacy.max_rows_per_unit", rows, rules.rows_reason(rows), None),
             Setting("privacy.rows_kept", privacy.rows_kept, kept, "first"),
         ]
@@ -387,7 +383,7 @@ def _train_settings(output_dir: str, steps: int, at_hand: ModelAtHand | None, ra
         Setting("train.save_steps", max(1, steps // 4), "", None),
         Setting("train.save_total_limit", 1, "", None),
         Setting(
-            "microbatch_tokens",
+            "microbatch.tokens",
             "auto",
             "Tokens that go through the model at once: as many as fit. Models that are sharded over GPUs (FSDP2, "
             "DeepSpeed) need a number instead, such as 8192. It changes no number of the guarantee.",
@@ -412,7 +408,7 @@ def _each_once(settings: Sequence[Setting]) -> tuple[Setting, ...]:
 
 def _size(model: ModelConfig, at_hand: ModelAtHand | None) -> WeightSize:
     """Return the size of the trained weights; a usual one if they are not here."""
-    adapter = model.peft is not None
+    adapter = model.adapter is not None
     if at_hand is not None and (at_hand.has_weights or adapter):
         return size_of_model(dataclasses.replace(model, name=at_hand.folder))
     spread = (3 * _USUAL_WIDTH) ** -0.5 if adapter else _USUAL_SPREAD

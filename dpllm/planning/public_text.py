@@ -37,7 +37,9 @@ QUIET = {
 }
 """Options of trainings whose results are compared and whose files are deleted."""
 _HELD_OUT_SHARE, _MOST_HELD_OUT = 0.1, 500
-_NOT_HELD_OUT: dict[str, Any] = {"eval_path": None, "eval_split": None, "eval_fraction": 0.0, "eval_is_public": False}
+_NOT_HELD_OUT: dict[str, Any] = {
+    "eval": None,
+}
 _SHUFFLE = 20240229  # a public constant
 
 
@@ -85,7 +87,7 @@ def public_section(recipe: Recipe, path: str | None) -> DataConfig:
     else:
         own = dict(_NOT_HELD_OUT)
         if path.endswith(".txt"):
-            own |= {"format": "text", "text_column": "text"}
+            own |= {"format": "text", "columns": {"text": "text"}}
         section = dataclasses.replace(recipe.data, **own, path=path, name=None, split="train", limit=None)
     for text in _sections(recipe, section):
         same = shared_source(recipe.data, text)
@@ -145,13 +147,13 @@ def load_material(recipe: Recipe, section: DataConfig, folder: Path, callbacks: 
     Raises:
         ConfigError, DataError: the text or the model cannot be loaded, or there are too few records.
     """
-    records, held_out = load_train_and_eval(dataclasses.replace(section, eval_fraction=_HELD_OUT_SHARE))
+    records, held_out = load_train_and_eval(dataclasses.replace(section, eval=_HELD_OUT_SHARE))
     assert held_out is not None, "a share is held out"
     stage, staged = recipe.public_pretrain, None
     texts = None
     if stage is not None:
         all_staged = load_records(stage.data)
-        texts = all_staged[stage.data.text_column] if recipe.model.tokenizer_vocab_size else None
+        texts = all_staged[stage.data.column("text")] if recipe.model.tokenizer_vocab_size else None
         if section.path == stage.data.path:
             if len(records) < 2:
                 raise DataError(f"{section.path} has too few records for a public stage and a rehearsal: add --public")

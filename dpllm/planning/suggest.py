@@ -21,7 +21,6 @@ from typing import Any
 
 from dpllm.config.yaml12 import read_yaml, write_yaml
 
-CLIP_NORM = 0.1
 WARM_UP_SHARE = 0.1
 _MOVED = 0.3
 _LARGEST_DECAY = 0.95

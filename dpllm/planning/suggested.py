@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dpllm.config import ConfigError, Recipe
+from dpllm.config.privacy_section import CLIP_NORM, ROWS_PER_UNIT
 from dpllm.config.recipe import refuse_trainer
 from dpllm.config.train_values import WARM_UP
 from dpllm.data.units import UnitIndex
@@ -22,7 +23,6 @@ from dpllm.mechanism.parts import Noise, Spec
 from dpllm.mechanism.workload import Workload
 from dpllm.planning import rules
 from dpllm.planning.suggest import (
-    CLIP_NORM,
     WARM_UP_SHARE,
     Setting,
     Suggestion,
@@ -89,7 +89,7 @@ class Suggested:
 
     def range_around(self, rate: Setting) -> str:
         """Return a remark on the learning rates around the computed one."""
-        return rules.range_words(float(rate.value), self.recipe.model.peft is not None, self.step_ratio != 1)
+        return rules.range_words(float(rate.value), self.recipe.model.adapter is not None, self.step_ratio != 1)
 
     def _about_a_fixed_order(self) -> list[str]:
         """Return the remark on units that cannot be sampled."""
@@ -123,7 +123,7 @@ def suggested_run(recipe: Recipe, units: UnitIndex) -> Suggested:
     if privacy.noise_multiplier == 0:
         raise ConfigError(
             "privacy.noise_multiplier=0 trains without privacy, and the suggestion is for noisy gradients: set "
-            "privacy.target_epsilon, or another noise_multiplier"
+            "privacy.epsilon, or another noise_multiplier"
         )
     population = units.num_rows if privacy.sampling == "example" else units.num_units
     steps = num_private_steps(training_arguments(to_plan(recipe.train)), privacy, population)
@@ -226,7 +226,7 @@ def _noise_to_choose_from(recipe: Recipe) -> tuple[Any, str]:
     """Return the noise whose candidates are compared, and the reason if the recipe's is kept."""
     privacy, spec = recipe.privacy, Spec.of(recipe.privacy.noise)
     if privacy.noise_multiplier is not None:
-        return privacy.noise, "The recipe's: it fixes σ, and bands are compared at one ε only (privacy.target_epsilon)."
+        return privacy.noise, "The recipe's: it fixes σ, and bands are compared at one ε only (privacy.epsilon)."
     if privacy.sampling == "example":
         return privacy.noise, "The recipe's: correlated noise is for runs that draw whole units."
     if privacy.randomness == "discrete":
@@ -273,26 +273,28 @@ def _guides(recipe: Recipe, plan: PrivacyPlan) -> tuple[Setting, ...]:
         ]
     found.append(Setting("privacy.delta", rules.delta_for(num_units), rules.delta_reason(num_units), plan.delta))
     if privacy.max_rows_per_unit is not None:
-        rows = privacy.max_rows_per_unit if by_example else rules.ROWS_PER_UNIT
+        rows = privacy.max_rows_per_unit if by_example else ROWS_PER_UNIT
         found.append(
             Setting("privacy.max_rows_per_unit", rows, rules.rows_reason(rows, by_example), privacy.max_rows_per_unit)
         )
-    if recipe.model.peft is not None:
+    if recipe.model.adapter is not None:
         found.append(
-            Setting("model.peft.r", rules.RANK, rules.rank_reason(rules.RANK), recipe.model.peft.get("r", _PEFT_RANK))
+            Setting(
+                "model.adapter.r", rules.RANK, rules.rank_reason(rules.RANK), recipe.model.adapter.get("r", _PEFT_RANK)
+            )
         )
     return tuple(found)
 
 
 def _notes(recipe: Recipe, plan: PrivacyPlan) -> tuple[str, ...]:
     found = rules.need_words(plan.num_units, plan.target_epsilon or plan.epsilon, plan.unit)
-    peft = recipe.model.peft
+    peft = recipe.model.adapter
     if peft is not None:
         found.append("The rule for the learning rate was not measured with adapters: rehearse it on public text.")
         if not peft.get("modules_to_save"):
             found.append(
                 "Adapters alone were measured far worse where the private domain differs from the model's: then train "
-                "embeddings and head too (model.peft.modules_to_save)."
+                "embeddings and head too (model.adapter.modules_to_save)."
             )
     smallest = _ABOVE_EPSILON * float(training_arguments(to_plan(recipe.train)).adam_epsilon)
     if plan.noise_stddev / plan.expected_batch_size < smallest:

@@ -174,7 +174,7 @@ def _pieces(whole: Any) -> Iterator[Tensor]:
 
 def _of_adapters(adapters: Mapping[str, nn.Parameter], model: ModelConfig) -> Iterator[tuple[float, int]]:
     """Yield those of the first factors, since the second ones are zero: peft, `LoraLayer.reset_lora_parameters`."""
-    kind = (model.peft or {}).get("init_lora_weights", True)
+    kind = (model.adapter or {}).get("init_lora_weights", True)
     if adapters and kind not in (True, "gaussian"):
         raise ConfigError(
             f"the size of adapters with init_lora_weights={kind!r} is not known before they are made: rehearse on "

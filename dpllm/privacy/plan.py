@@ -185,7 +185,7 @@ def make_plan(
             (`dpllm.training.workload.workload_of`). None: the sums of all steps. It does not change the guarantee.
 
     Returns:
-        The plan. With a target, ``plan.epsilon <= privacy.target_epsilon``.
+        The plan. With a target, ``plan.epsilon <= privacy.epsilon``.
 
     Raises:
         ValueError: the data set is empty or smaller than a batch, δ is too large, there is no step to take, the target
@@ -201,7 +201,7 @@ def make_plan(
         with_randomness(noise_of(Spec.of(privacy.noise)), privacy.randomness),
         draw,
         workload or Workload.prefix_sums(num_steps),
-        target_epsilon=privacy.target_epsilon,
+        target_epsilon=privacy.epsilon,
         noise_multiplier=privacy.noise_multiplier,
         num_steps=num_steps,
         delta=delta,
@@ -209,11 +209,11 @@ def make_plan(
     )
     noise_multiplier, max_batch_size = _noise_and_bound(privacy, noise, draw, num_steps, delta)
     plan = PrivacyPlan(
-        unit=privacy.unit,
+        unit=privacy.protects,
         adjacency=privacy.adjacency,
         max_rows_per_unit=privacy.max_rows_per_unit,
-        unit_column=privacy.unit_column,
-        rows_kept=privacy.rows_kept if privacy.unit == "user" else None,
+        unit_column=privacy.unit,
+        rows_kept=privacy.rows_kept if privacy.protects == "user" else None,
         dataset=privacy.dataset,
         sampling=privacy.sampling,
         num_units=num_units,
@@ -229,7 +229,7 @@ def make_plan(
         seeded=privacy.seed is not None,
         num_steps=num_steps,
         delta=delta,
-        target_epsilon=privacy.target_epsilon,
+        target_epsilon=privacy.epsilon,
         selection=None if privacy.selection is None else Spec.of(privacy.selection),
     )
     return _within_budget(plan, privacy)
@@ -276,15 +276,15 @@ def _delta(privacy: PrivacyConfig, num_units: int) -> float:
 
 def _within_budget(plan: PrivacyPlan, privacy: PrivacyConfig) -> PrivacyPlan:
     """Return the plan with the number of steps that its target allows; a calibrated σ allows all of them."""
-    if privacy.target_epsilon is None or privacy.noise_multiplier is None:
+    if privacy.epsilon is None or privacy.noise_multiplier is None:
         return plan
-    allowed = steps_within(privacy.target_epsilon, plan.delta, plan.event, plan.num_steps, plan.adjacency)
+    allowed = steps_within(privacy.epsilon, plan.delta, plan.event, plan.num_steps, plan.adjacency)
     if allowed == plan.num_steps:
         return plan
     if allowed == 0 or privacy.on_budget == "error":
         raise ValueError(
             f"{plan.num_steps} steps at noise_multiplier={plan.noise_multiplier:g} cost ε = "
-            f"{format_epsilon(plan.epsilon)}, but target_epsilon is {privacy.target_epsilon:g}: {allowed} of them "
+            f"{format_epsilon(plan.epsilon)}, but privacy.epsilon is {plan.target_epsilon:g}: {allowed} of them "
             f"would stay within it. Remove noise_multiplier, so that it is calibrated to all {plan.num_steps} steps"
             + (f', or set on_budget="stop" to end after {allowed}' if allowed else ", or take a larger one")
         )
@@ -310,11 +310,9 @@ def _noise_and_bound(
     def calibrated(at_most: int) -> float:
         if privacy.noise_multiplier is not None:
             return privacy.noise_multiplier
-        assert privacy.target_epsilon is not None  # the configuration holds at least one of the two
+        assert privacy.epsilon is not None  # the configuration holds at least one of the two
         count = num_steps if selection is None else 1
-        return calibrate(
-            privacy.target_epsilon, delta, lambda sigma: event_of(sigma, at_most), count, privacy.adjacency
-        )
+        return calibrate(privacy.epsilon, delta, lambda sigma: event_of(sigma, at_most), count, privacy.adjacency)
 
     own_bound = noise.max_batch_size(draw)
     if own_bound is not None and not noise.is_sampled:

@@ -125,9 +125,7 @@ def is_seeded(checkable: Checkable) -> bool:
 def _points(findings: Findings, asked: Iterable[_Asked]) -> Iterator[Point]:
     """Yield the reasons not to release yet."""
     if not findings.statement.private:
-        again = (
-            "without `privacy.seed`" if is_seeded(findings.checkable) else "with noise: set `privacy.target_epsilon`"
-        )
+        again = "without `privacy.seed`" if is_seeded(findings.checkable) else "with noise: set `privacy.epsilon`"
         yield Point("This run is not private. Do not release it as such.", f"run it again {again}")
     if findings.checkable.ended is None:
         yield (

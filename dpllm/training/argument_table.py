@@ -114,9 +114,9 @@ _TRAINING: dict[str, Argument] = {
         0,
         0.0,
     ),
-    "torch_empty_cache_steps": ignored("the memory is divided by microbatches: set microbatch_tokens: auto"),
+    "torch_empty_cache_steps": ignored("the memory is divided by microbatches: set microbatch.tokens: auto"),
     "auto_find_batch_size": refused(
-        "it repeats steps; set per_device_train_batch_size, or microbatch_tokens: auto",
+        "it repeats steps; set per_device_train_batch_size, or microbatch.tokens: auto",
         False,
     ),
     "full_determinism": refused("it fixes random seeds for the whole process, although they must be secret", False),

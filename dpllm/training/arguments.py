@@ -334,7 +334,7 @@ def read_privacy(privacy: Any) -> PrivacyConfig:
         return read_section(PrivacyConfig, privacy, "DPTrainer", "privacy")
     given = "missing" if privacy is None else f"of type {type(privacy).__name__}"
     raise ConfigError(
-        f"privacy is {given}: pass dpllm.PrivacyConfig(target_epsilon=..., clip_norm=..., expected_batch_size=...), or "
+        f"privacy is {given}: pass dpllm.PrivacyConfig(epsilon=..., clip_norm=..., expected_batch_size=...), or "
         "these as a dictionary"
     )
 

@@ -56,7 +56,7 @@ class RunOptions:
         start_is_independent: declares that starting weights and adapters hold nothing of the private rows, where this
             is in doubt (`dpllm.models.starting_point`). The declaration becomes a fact of the report, and what would
             be refused becomes an open point.
-        gradients: how the gradients of units are computed (`dpllm.config.privacy_section.PrivacyGradients`).
+        gradients: how the gradients of units are computed (`dpllm.config.privacy_section.PrivacyConfig`).
         compile: arguments of `dpllm.GhostClipper.compile`, which compiles the model's blocks after the checks of the
             first step; None: nothing is compiled.
     """
@@ -235,7 +235,7 @@ def _refuse_automatic_size(rows: TrainingRows, engine: Engine) -> None:
         raise ConfigError(
             f'The number of tokens for "auto" is found by each process separately, but under '
             f"{type(engine).__name__} all of them pass through each layer together. Give a number of tokens "
-            "(microbatch_tokens); `dpllm plan memory` shows the memory of a microbatch"
+            "(microbatch.tokens); `dpllm plan memory` shows the memory of a microbatch"
         )
 
 

@@ -119,7 +119,7 @@ class ContinuedTrainer(Trainer):
             reason = " ".join(str(error).split())[:300]
             raise CheckpointError(
                 f"{resume_from_checkpoint} holds weights of a model of another shape ({reason}). Resume with the model "
-                "of the first start, and in a recipe with its section model.peft"
+                "of the first start, and in a recipe with its section model.adapter"
             ) from error
         if active and list(loaded.active_adapters) != active:
             loaded.base_model.set_adapter(active)

@@ -37,8 +37,8 @@ GIVEN_REFERENCE = (
 """The open point of a reference that was not computed here."""
 SHARED_PROMPTS = (
     "Several pairs have the same prompt. Each pair is a unit of its own here, so a prompt that is in k pairs is "
-    'protected k times less. Give the pairs of one prompt, or of one person, one id (privacy.unit="user", '
-    "privacy.unit_column), or confirm that prompts need no protection."
+    "protected k times less. Give the pairs of one prompt, or of one person, one id (PrivacyConfig.unit, in "
+    "a recipe data.columns.unit), or confirm that prompts need no protection."
 )
 """The open point of data in which pairs share prompts."""
 _TRAINING = "train_dataset"
@@ -60,7 +60,7 @@ class DPDPOTrainer(DPTrainer):
     """Tunes a causal language model on preferences with differential privacy.
 
     Guarantee: that of `dpllm.DPTrainer`. A unit is one pair: its prompt and both answers. With
-    ``privacy.unit="user"`` it is all pairs with the same id in ``privacy.unit_column``; pairs that share a prompt need
+    ``PrivacyConfig(unit=COLUMN)`` it is all pairs with the same value in this column; pairs that share a prompt need
     such an id for the prompt to be protected as one.
 
     The reference is the model as it is given, with its adapter if it has one, or ``ref_model``. Its log-probabilities
@@ -121,9 +121,9 @@ class DPDPOTrainer(DPTrainer):
             self._reference_points += check_start(ref_model, args.output_dir, independent)
             self._reference_points += Processes().from_main(lambda: edited_start(ref_model, independent))
         examples = {_TRAINING: train_dataset, **_named(eval_dataset)}
-        keep = [privacy.unit_column] if privacy.unit_column else []
+        keep = [privacy.unit] if privacy.unit else []
         pairs = Processes().together(lambda: self._pairs(examples, keep))
-        self._shares_prompts = privacy.unit == "sequence" and shares_prompts(train_dataset)
+        self._shares_prompts = privacy.protects == "sequence" and shares_prompts(train_dataset)
         held_out: Any = {name: pairs[name] for name in _named(eval_dataset)}
         self.collator = collate = PairCollator(tokenizer.pad_token_id)
         super().__init__(

@@ -82,7 +82,7 @@ from dpllm.training.trainer import DPTrainer, WhenAttached
 USAGE = """Fine-tune a language model privately: one program for every recipe.
 
     dpllm train quickstart
-    dpllm train gpt2_e2e_lora privacy.target_epsilon=3 train.seed=1
+    dpllm train gpt2_e2e_lora privacy.epsilon=3 train.seed=1
     accelerate launch recipes/finetune.py --config recipes/quickstart.yaml
 
 Ordinary training on public text comes first if the recipe has it; the held-out records are measured before and after
@@ -102,7 +102,7 @@ def main() -> None:
     """Read the command line and run."""
     parser = argparse.ArgumentParser(description=USAGE, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="the recipe, a YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as privacy.target_epsilon=3")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as privacy.epsilon=3")
     options = parser.parse_args()
     carry_out(options.config, options.overrides)
 
@@ -208,7 +208,7 @@ def run_in(recipe: Recipe, args: TrainingArguments, phases: Phases, began: float
             "train.output_dir to another folder"
         )
 
-    if restart.continues and recipe.model.name is not None and recipe.model.peft is not None:
+    if restart.continues and recipe.model.name is not None and recipe.model.adapter is not None:
         Processes().from_main(lambda: refuse_other_start(output / LEDGER_FILE, str(recipe.model.name)))
 
     # The private records. Their number fixes the plan before anything is trained.
@@ -257,13 +257,13 @@ def add_sources(
     """
     data = recipe.data
     sources.training.append(train_records)
-    if eval_records is not None and not data.eval_is_public:
+    if eval_records is not None and not data.eval.public:
         sources.held_out.append(eval_records)
-    own = [path for path in (data.path, None if data.eval_is_public else data.eval_path) if path is not None]
+    own = [path for path in (data.path, None if data.eval.public else data.eval.path) if path is not None]
     sources.paths += [path for path in own if find_files(path)]
     if find_files(data.path):  # also of columns that no key names
         sources.people += columns_of(data).people
-    sources.label_columns += [name for name in (data.label_column, data.tags_column) if name is not None]
+    sources.label_columns += [data.column("label"), data.column("tags")]
     sources.class_names = data.class_names
     if recipe.model.tokenizer_vocab_size is not None:  # trained here, on the public text
         sources.preprocessing = [one for one in sources.preprocessing if one != OWN_TOKENIZER]
@@ -283,7 +283,7 @@ def note_start(recipe: Recipe, trainer: DPTrainer, output: Path) -> None:
     """
     save_recipe(recipe, output / RECIPE_FILE)
     ledger = trainer.ledger
-    if recipe.model.name is None or recipe.model.peft is None or ledger is None:
+    if recipe.model.name is None or recipe.model.adapter is None or ledger is None:
         return
     if START_FILES not in read_ledger(ledger.path).notes.facts:
         files = start_files(recipe.model.name)
@@ -317,20 +317,19 @@ def trainer_of(
     options: dict[str, Any] = {
         "callbacks": [before],
         "public": start.public,
-        "max_tokens_per_microbatch": recipe.microbatch_tokens,
-        "pack_rows": recipe.pack_rows,
-        "eval_is_public": recipe.data.eval_is_public,
+        "max_tokens_per_microbatch": recipe.microbatch.tokens,
+        "pack_rows": recipe.microbatch.pack,
+        "eval_is_public": recipe.data.eval.public,
         "start_is_independent": recipe.model.start_is_independent,
         "head": recipe.model.head,
         "noise_memory": recipe.noise_memory,
         "average": recipe.train.get("average"),
-        "merge_adapter": recipe.merge_adapter,
     }
     if recipe.train.get("trainer") is not None:
         prepared = prepare_model(model, recipe.model)
         return trl_recipe.trainer_of(recipe, args, prepared, tokenizer, train_records, eval_records, **options)
     num_labels = model.config.num_labels
-    keep = [recipe.privacy.unit_column] if recipe.privacy.unit_column else []
+    keep = [recipe.privacy.unit] if recipe.privacy.unit else []
     with args.main_process_first(desc="tokenizing the records"):
         train_rows = tokenize_records(train_records, tokenizer, recipe.data, keep, task, num_labels)
         eval_rows = (
@@ -363,7 +362,7 @@ def read(
     phases.end(read_words(units.num_units, eval_records, recipe.privacy))
     for line in reading_remarks(train_records):
         phases.say(line)
-    phases.begin("planning", "the noise that ε needs" if recipe.privacy.target_epsilon else "")
+    phases.begin("planning", "the noise that ε needs" if recipe.privacy.epsilon else "")
     plan = plan_for(args, recipe.privacy, units, average=recipe.train.get("average"))
     phases.end()
     show("privacy plan", format_plan(plan))
@@ -378,13 +377,13 @@ def read_words(num_units: int, eval_records: datasets.Dataset | None, privacy: P
         eval_records: those held out; None: there are none.
         privacy: the definition of a unit.
     """
-    if privacy.unit != "user":
+    if privacy.protects != "user":
         held_out = f", {len(eval_records):,} records held out" if eval_records else ""
         return f"{num_units:,} records to train on{held_out}"
     words = f"{num_units:,} users to train on"
     if not eval_records:
         return words
-    column, count = privacy.unit_column, f"{len(eval_records):,} records"
+    column, count = privacy.unit, f"{len(eval_records):,} records"
     if column not in eval_records.column_names:  # of a file of their own, which need not name users
         return f"{words}; {count} held out"
     users = len({str(name) for name in eval_records[column]})
@@ -438,7 +437,7 @@ def public_start(
     public.append(f"pretraining text: {_without_place(text.path)}")
     if recipe.model.tokenizer_vocab_size:
         public.append(f"text that the tokenizer was trained on: {_without_place(text.path)}")
-    tokenizer = load_tokenizer(recipe.model, records[text.text_column])
+    tokenizer = load_tokenizer(recipe.model, records[text.column("text")])
     model = pretrain(recipe, tokenizer, records, num_labels, continues, phases)
     return Start(model, tokenizer, public, shared_records_point(shared, text))
 
@@ -474,7 +473,7 @@ def finish(
 
     # Measurements on private records are on the screen, in the picture and in a file that is not for release. The
     # report counts them. It prints those on public records only, and no duration, which depends on the private records.
-    utility, public = figure_words(before, after), recipe.data.eval_is_public
+    utility, public = figure_words(before, after), recipe.data.eval.public
     if utility and not public:
         trainer.disclose(HELD_OUT, len(utility))
     elif after is not None and trainer.ledger is not None:
@@ -493,7 +492,7 @@ def finish(
     summary = [
         *utility.items(),
         ("guarantee", str(trainer.guarantee)),
-        ("unit of privacy", f"one {recipe.privacy.unit} of {plan.num_units:,}"),
+        ("unit of privacy", f"one {recipe.privacy.protects} of {plan.num_units:,}"),
     ]
     show("done", [*summary, *results(trainer, picture, began)])
 

@@ -38,8 +38,7 @@ from dpllm.training.shared_ledger import SharedLedger
 ONE_BY_ONE = (
     "The column '{column}' names people, and its values repeat, but a unit of privacy is one record (unit: sequence). "
     "Records of one person are protected one by one, and all of a person's together are protected less than this ε "
-    "says. Train with privacy.unit: user and privacy.unit_column: {column}, or confirm that protection of single "
-    "records is meant."
+    "says. Train with data.columns.unit: {column}, or confirm that protection of single records is meant."
 )
 """The open point of records beside a column of people."""
 NAMES = "the names of the classes in config.json, "
@@ -271,4 +270,4 @@ def note_data(ledger: Ledger | SharedLedger, dataset: Any, units: UnitIndex, pri
     if (files := sources_of(dataset)) and Processes().is_main:
         path = private_path(ledger.path.parent, DATA_FILES_FILE)
         write_file(path, json.dumps(files, indent=1, ensure_ascii=False) + "\n")
-    note_users(ledger, units, privacy.unit_column)
+    note_users(ledger, units, privacy.unit)

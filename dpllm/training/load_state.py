@@ -118,7 +118,7 @@ def _found(
         elif parameter.requires_grad or not may_lack_frozen:
             raise CheckpointError(
                 f"The checkpoint does not hold {name}, which this run needs. Resume with the model of the first start, "
-                "and in a recipe with its section model.peft"
+                "and in a recipe with its section model.adapter"
             )
     return found
 
@@ -128,7 +128,7 @@ def _sized(saved: SavedState, name: str, size: int) -> Tensor:
     if value is None or value.numel() != size:
         raise CheckpointError(
             f"The checkpoint holds {name} with {0 if value is None else value.numel()} entries, and the model has "
-            f"{size}. Resume with the model of the first start, and in a recipe with its section model.peft"
+            f"{size}. Resume with the model of the first start, and in a recipe with its section model.adapter"
         )
     return value.flatten()
 

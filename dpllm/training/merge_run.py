@@ -1,6 +1,6 @@
 """Merge the LoRA adapter of a finished run into a model of its own, with its own files of the guarantee.
 
-Place in the flow: after the run; with ``merge_adapter: true`` the run does the same at its end. The sum depends only on
+Place in the flow: after the run. The sum depends only on
 the public starting weights and on the trained adapter, so the guarantee of the adapter covers it, and no ε is spent.
 """
 
@@ -95,7 +95,7 @@ def _checked(run: Path, folder: Path) -> tuple[ModelConfig, list[str] | None]:
         if recipe.model.name is None:
             raise ConfigError(
                 f"the adapter in {run} was trained on random weights (model.config), which were not saved, so it "
-                "cannot be merged: set merge_adapter: true in the recipe of a new run"
+                "cannot be merged: train with dpllm.DPTrainer(merge_adapter=True)"
             )
         _refuse_another_base(run, recipe.model)
         return recipe.model, recipe.data.class_names

@@ -219,7 +219,7 @@ class Portions:
                 else "all processes pass through each layer together, so one of them cannot divide it by itself"
             )
             return (
-                f"Memory ran out on a microbatch of {rows} rows, and {why}. Give a smaller microbatch_tokens (in the "
+                f"Memory ran out on a microbatch of {rows} rows, and {why}. Give a smaller microbatch.tokens (in the "
                 "Trainer max_tokens_per_microbatch), or per_device_train_batch_size. The step is charged; resume from "
                 f"a checkpoint. Error of the device: {shortage.message}"
             )

@@ -72,7 +72,7 @@ def check_recipe(recipe: Recipe, to_train: bool = True) -> list[str]:
         folder = Path(str(recipe.train.get("output_dir", ""))) / PRETRAINED_FOLDER
         _check_train("public_pretrain.train", {"output_dir": str(folder), **public.train}, to_train, private=False)
     args = _check_train("train", recipe.train, to_train, private=True)
-    refuse_steering(args, (), None, recipe.data.eval_is_public)
+    refuse_steering(args, (), None, recipe.data.eval.public)
     if recipe.model.quantization is not None:
         refuse_sharding(None, args)
         if to_train:
@@ -124,7 +124,7 @@ def _check_mechanism(recipe: Recipe, model: nn.Module, noise: Noise) -> None:
         model: built without weights, with its adapters and its frozen parameters.
         noise: of the recipe.
     """
-    if recipe.pack_rows:
+    if recipe.microbatch.pack:
         refuse_unpackable(model, recipe.model.task)
     clipping = clipping_of(Spec.of(recipe.privacy.clipping), recipe.privacy.clip_norm)
     clipper = clipper_for(recipe.privacy.gradients, model, clipping)
@@ -224,5 +224,5 @@ def _check_positions(recipe: Recipe, model: nn.Module) -> None:
 
 def _saved_bytes(model: nn.Module, recipe: Recipe) -> int:
     """Return the bytes of the weights that the run saves at its end: the adapter's, or the whole model's."""
-    parameters = [p for p in model.parameters() if recipe.model.peft is None or recipe.merge_adapter or p.requires_grad]
+    parameters = [p for p in model.parameters() if recipe.model.adapter is None or p.requires_grad]
     return sum(p.numel() * p.element_size() for p in parameters)

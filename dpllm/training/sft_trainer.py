@@ -29,8 +29,8 @@ _TAKEN = {
 class DPSFTTrainer(DPTrainer):
     """Fine-tunes a causal language model on texts, completions or conversations with differential privacy.
 
-    Guarantee: that of `dpllm.DPTrainer`. A unit is one example, or with ``privacy.unit="user"`` all examples with the
-    same id in ``privacy.unit_column``.
+    Guarantee: that of `dpllm.DPTrainer`. A unit is one example, or with ``PrivacyConfig(unit=COLUMN)`` all examples
+    with the same value in this column.
 
     Args:
         model: a causal language model, PEFT-wrapped or not; or its folder or name on the Hub.
@@ -76,7 +76,7 @@ class DPSFTTrainer(DPTrainer):
             max_length=args.max_length,
             keep_end=args.truncation_mode == "keep_end",
         )
-        keep = [privacy.unit_column] if privacy.unit_column else []
+        keep = [privacy.unit] if privacy.unit else []
         given = train_dataset
         if not self._skips:
             train_dataset = Processes().together(lambda: self._supervised.rows(train_dataset, keep=keep))

@@ -193,7 +193,7 @@ class DPTrainer(TrainerOutputs):
     Args:
         model: any transformers model, PEFT-wrapped or not; its folder or its name on the Hub, which is loaded for the
             task that it was saved for; or a dictionary with the keys of a recipe's section ``model``, such as
-            ``{"name": ..., "task": "sequence_classification", "quantization": "nf4", "peft": {...}}``.
+            ``{"name": ..., "task": "sequence_classification", "quantization": "nf4", "adapter": {...}}``.
         args: each option works, is ignored for a reason, or is refused before data are read
             (docs/training_arguments.md). ``per_device_train_batch_size`` is the microbatch, ``max_steps`` the number of
             private steps T (or ``num_train_epochs``, then T = ceil(epochs N / b)). ``gradient_accumulation_steps``
@@ -236,7 +236,7 @@ class DPTrainer(TrainerOutputs):
         peft_config: describes a new adapter for the model.
         compute_metrics: as for ``Trainer``; results on private rows are not covered, and the report counts them.
         preprocess_logits_for_metrics: as for ``Trainer``.
-        data: how raw columns become rows: keys of a recipe's section ``data``, such as ``{"text_column": "note",
+        data: how raw columns become rows: keys of a recipe's section ``data``, such as ``{"columns": {"text": "note"},
             "max_length": 512, "class_names": ["no", "yes"]}``. By default a row has as many tokens as tokenizer and
             model allow, at most 1,024. Names of classes are public facts and are never collected from the labels; they
             are written into the model's configuration.
@@ -314,10 +314,11 @@ class DPTrainer(TrainerOutputs):
         self._merges = merge_adapter
         self.public, self.eval_is_public = list(public), eval_is_public
         self.notes = ReleaseNotes()  # facts about the release that only people know; set them before save_model()
+        columns = keys.get("columns", {})
         self.sources = PrivateSources(
             training=[train_dataset],
             held_out=[one for one in private[1:] if not isinstance(one, Mapping)],
-            label_columns=["label", "labels", *(keys[one] for one in ("label_column", "tags_column") if one in keys)],
+            label_columns=["label", "labels", *(columns[one] for one in ("label", "tags") if one in columns)],
             class_names=keys.get("class_names"),
             preprocessing=[
                 *own_parts(loss=compute_loss_func, collator=data_collator),
@@ -655,7 +656,7 @@ class DPTrainer(TrainerOutputs):
             logger.warning(
                 "Memory ran out %d time(s), and microbatches were split in half and retried; no step was lost. A "
                 "microbatch has at most %d tokens from now on: set max_tokens_per_microbatch (in a recipe "
-                "microbatch_tokens) to this number in the next run.",
+                "microbatch.tokens) to this number in the next run.",
                 done.num_divided,
                 run.max_tokens,
             )
@@ -709,7 +710,7 @@ class DPTrainer(TrainerOutputs):
             ConfigError: raw columns cannot be used with a collator of the caller's own.
             DataError: raw records depend on others that were read before them, or on random numbers.
         """
-        keep = [privacy.unit_column] if privacy.unit == "user" and privacy.unit_column else []
+        keep = [privacy.unit] if privacy.protects == "user" and privacy.unit else []
         rows = self._rows_of_raw(train, "train_dataset", keep)
         if collator is not None and is_raw(train, rows):
             raise ConfigError(

@@ -103,7 +103,7 @@ DPO: Mapping[str, Argument] = {
 _CONFIGS: Mapping[str, tuple[str, Mapping[str, Argument]]] = {"sft": ("SFTConfig", SFT), "dpo": ("DPOConfig", DPO)}
 _ELSEWHERE = {
     "max_length": "data.max_length",
-    "dataset_text_field": "data.text_column",
+    "dataset_text_field": "data.columns.text",
     "dataset_kwargs": "nothing: records are always prepared",
     "model_init_kwargs": "the section model",
     "trust_remote_code": "nothing: recipes run no code from the Hub",
@@ -189,7 +189,7 @@ import torch
 from trl import DPOConfig, SFTConfig
 from dpllm import DPDPOTrainer, DPSFTTrainer, PrivacyConfig
 
-privacy = PrivacyConfig(target_epsilon=8, delta=1e-6, clip_norm=1.0, expected_batch_size=1024)
+privacy = PrivacyConfig(epsilon=8, delta=1e-6, clip_norm=1.0, expected_batch_size=1024)
 shared = {"max_steps": 100, "bf16": torch.cuda.is_available()}  # TRL takes bf16, which needs a GPU, by default
 tuned = DPSFTTrainer("model", SFTConfig("runs/sft", **shared), privacy, conversations, peft_config=lora)
 tuned = DPDPOTrainer("model", DPOConfig("runs/dpo", **shared), privacy, preferences, peft_config=lora)
@@ -206,8 +206,8 @@ In a recipe, `train.trainer: sft` or `dpo` adds the names of these configuration
   and `chat_template_kwargs` beside them. What the chat template would leave out of an example is an error.
 - **Loss of SFT**: the mean over a row's own targets. TRL divides by the targets of the batch.
 - **Loss of DPO**: one for each pair, with TRL's formulas. Losses that sort or average over the batch are refused.
-- **Unit of DPO**: one pair, with its prompt and both answers. A prompt in several pairs needs `privacy.unit: user` and
-  the prompt's id as `unit_column`. Otherwise the report has an open point.
+- **Unit of DPO**: one pair, with its prompt and both answers. A prompt in several pairs needs
+  a column with the prompt's id, named in `PrivacyConfig(unit=...)`. Otherwise the report has an open point.
 - **Reference of DPO**: the model before the first step, or `ref_model`, or the columns `ref_chosen_logps` and
   `ref_rejected_logps`. Its log-probabilities are computed once, with one pair in each call. This takes one forward pass
   over all pairs before the first step.

@@ -49,7 +49,7 @@ def trainer_of(
         model=model,
         args=args,
         privacy=recipe.privacy,
-        train_dataset=renamed(train_records, recipe.data, recipe.privacy.unit_column),
+        train_dataset=renamed(train_records, recipe.data, recipe.privacy.unit),
         eval_dataset=None if eval_records is None else renamed(eval_records, recipe.data, None),
         processing_class=tokenizer,
         **options,
@@ -77,7 +77,7 @@ def renamed(records: datasets.Dataset, config: DataConfig, unit_column: str | No
     names = {own: its for own, its in config.form.trl_names.items() if own in records.column_names}
     if unit_column in names or unit_column in names.values():
         raise ConfigError(
-            f"privacy.unit_column={unit_column!r} has the name of a column of texts ({', '.join(names)}): give the ids "
+            f"data.columns.unit={unit_column!r} has the name of a column of texts ({', '.join(names)}): give the ids "
             "another column"
         )
     for name in (*BESIDE, "ref_chosen_logps", "ref_rejected_logps", unit_column):

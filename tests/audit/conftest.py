@@ -15,7 +15,7 @@ from tests.small_model import WORDS, save_small_model
 
 RECIPE = """
 model: {{name: {model}}}
-data: {{path: {data}, max_length: 32, eval_fraction: 0.1}}
+data: {{path: {data}, max_length: 32, eval: 0.1}}
 privacy: {{noise_multiplier: 1, clip_norm: 1, expected_batch_size: 20, delta: 1.0e-3}}
 train: {{output_dir: unused, max_steps: 2, per_device_train_batch_size: 32, use_cpu: true, disable_tqdm: true,
   dataloader_pin_memory: false, learning_rate: 1.0e-3}}

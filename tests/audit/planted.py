@@ -416,7 +416,7 @@ def tokens_of_users() -> AuditResult:
 def rounds(trials: int = 1000, **noise: Any) -> AuditResult:
     """Federated rounds of two clients with a trusted server."""
     options = {"noise_multiplier": 1.2, "clip_norm": CLIP_NORM, "expected_batch_size": 50, "delta": 1e-4}
-    unit = {"unit": "user", "unit_column": "client", "max_rows_per_unit": 8}
+    unit = {"unit": "client", "max_rows_per_unit": 8}
     plan = small_federation(make_plan(PrivacyConfig(**options, **unit, **noise), 100, 10), trials)
     return run_rounds(plan, RoundProbe, trials).result(plan, CANARY, CONFIDENCE)
 

@@ -34,7 +34,7 @@ from tests.conftest import tiny_llama_config
 RECIPES = Path(__file__).parents[2] / "recipes"
 RECIPE = """
 model: {{name: {model}}}
-data: {{path: {data}, max_length: 24, eval_fraction: 0.5}}
+data: {{path: {data}, max_length: 24, eval: 0.5}}
 privacy: {{noise_multiplier: 2, delta: 1.0e-3, clip_norm: 1, expected_batch_size: 20}}
 train: {{output_dir: {output}, max_steps: 3, per_device_train_batch_size: 20, learning_rate: 1.0e-2,
          use_cpu: true, disable_tqdm: true}}
@@ -202,7 +202,7 @@ def test_a_recipe_with_public_training_is_compared_from_where_that_ended(compare
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["data.eval_fraction=0"], "holds no records out"),
+        (["data.eval=null"], "holds no records out"),
         (["train.resume_from_checkpoint=true"], "cannot be resumed"),
         (["model.task=seq2seq_lm"], "model.task=seq2seq_lm"),
         # Weights that are drawn twice differ before any training.
@@ -248,7 +248,7 @@ def test_the_table_has_the_metrics_that_the_recipe_asks_for(compare, recipe, tmp
 
 def test_a_mistake_is_one_line_and_exit_code_two(compare, recipe, monkeypatch, capsys):
     """A newcomer's typo does not end in a traceback."""
-    monkeypatch.setattr("sys.argv", ["compare.py", "--config", str(recipe), "data.eval_fraction=0"])
+    monkeypatch.setattr("sys.argv", ["compare.py", "--config", str(recipe), "data.eval=null"])
     with pytest.raises(SystemExit) as caught:
         compare.main()
     printed = capsys.readouterr().err

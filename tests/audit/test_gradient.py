@@ -384,7 +384,7 @@ def test_an_average_that_cannot_be_read_is_refused(tmp_path):
 
 
 def privacy_of(**change):
-    return PrivacyConfig(**{"target_epsilon": 8.0, "clip_norm": 1.0, "expected_batch_size": 8, **change})
+    return PrivacyConfig(**{"epsilon": 8.0, "clip_norm": 1.0, "expected_batch_size": 8, **change})
 
 
 def recipe_of(folder, model):
@@ -392,7 +392,7 @@ def recipe_of(folder, model):
     sections = {
         "model": {"name": str(model)},
         "data": {"path": "nowhere.jsonl", "max_length": 32},
-        "privacy": {"target_epsilon": 8, "clip_norm": 1.0, "expected_batch_size": 8},
+        "privacy": {"epsilon": 8, "clip_norm": 1.0, "expected_batch_size": 8},
         "train": {"output_dir": str(folder / "run"), "per_device_train_batch_size": 4, "use_cpu": True},
     }
     path.write_text(json.dumps(sections))

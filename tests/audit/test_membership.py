@@ -73,7 +73,7 @@ def test_records_that_differ_before_any_training_are_refused():
     found = check_exchangeable(both(tokens(rng, 200), tokens(rng, 200)), included)
     assert found.low < 0.5 < found.high
     for shift in (0.5, -0.5):
-        with pytest.raises(AuditError, match=r"data\.eval_fraction"):
+        with pytest.raises(AuditError, match=r"data\.eval\)"):
             check_exchangeable(both(tokens(rng, 200, shift), tokens(rng, 200)), included)
 
 

@@ -21,7 +21,7 @@ from dpllm.models.load import load_tokenizer
 from tests.small_model import WORDS
 
 SMALL = CanaryOptions(num=30, length=8)
-USERS = ["privacy.unit=user", "privacy.unit_column=user", "privacy.max_rows_per_unit=6"]
+USERS = ["data.columns.unit=user", "privacy.max_rows_per_unit=6"]
 
 
 def texts_of(made: CanarySet, included: bool) -> list[str]:
@@ -112,7 +112,7 @@ class TestData:
         data = tmp_path / "data.jsonl"
         lines = [{**columns, "source": f"s{n}"} for n in range(40)]
         data.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-        overrides = [f"data.path={data}", f"data.format={form}", "data.eval_fraction=0", "data.max_length=60"]
+        overrides = [f"data.path={data}", f"data.format={form}", "data.eval=null", "data.max_length=60"]
         recipe = load_recipe(recipe_file, overrides)
         if form == "chat":
             recipe = dataclasses.replace(recipe, model=chat_model(recipe.model, tmp_path / "chat"))

@@ -31,7 +31,7 @@ from tests import children
 from tests.audit.conftest import M, call
 from tests.mutations import kills
 
-USER = ["privacy.unit=user", "privacy.unit_column=user", "privacy.max_rows_per_unit=5"]
+USER = ["data.columns.unit=user", "privacy.max_rows_per_unit=5"]
 
 
 def memorise(prepared: Path, base: Path, folder: Path, steps: int = 100) -> Path:
@@ -146,7 +146,7 @@ class TestVerdicts:
         result = call("prepare", "--config", recipe_file, "--output", folder, *options, "--json", *USER)
         assert result.exit_code == 0 and json.loads(result.stdout)["records_per_canary"] == 4, result.output
         run = memorise(folder, base_model, tmp_path / "run", steps=80)
-        privacy = {"unit": "user", "unit_column": "user", "max_rows_per_unit": 5, "expected_batch_size": 5}
+        privacy = {"unit": "user", "max_rows_per_unit": 5, "expected_batch_size": 5}
         write_claim(run, CanarySet.load(folder / CANARIES_FILE), **privacy)
         found = audit_run(run, folder / CANARIES_FILE)
         assert (found.unit, found.canaries.num, found.canaries.repetitions) == ("user", 20, 4)
@@ -220,7 +220,7 @@ class TestRefusals:
         ("changes", "message"),
         [
             ({"num_units": 400}, "units is 400, not"),
-            ({"unit": "user", "unit_column": "user", "max_rows_per_unit": 3}, "unit is 'user', not 'sequence'"),
+            ({"unit": "user", "max_rows_per_unit": 3}, "unit is 'user', not 'sequence'"),
             ({"seed": 3}, "used a fixed seed"),
         ],
     )

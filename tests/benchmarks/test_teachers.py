@@ -70,6 +70,6 @@ def test_public_sentences_are_not_private_and_the_recipes_are_read(folder):
     train = load_recipe(folder / "dpsgd.yaml")
     teach = load_query_recipe(folder / "teach.yaml", [], "teach")
     assert train.model == teach.model
-    for name in ("path", "eval_path", "eval_is_public", "max_length"):
+    for name in ("path", "eval", "max_length"):
         assert getattr(train.data, name) == getattr(teach.data, name)
-    assert train.privacy.target_epsilon == teach.privacy.target_epsilon
+    assert train.privacy.epsilon == teach.privacy.epsilon

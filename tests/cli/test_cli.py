@@ -32,7 +32,7 @@ CALIBRATE = ["epsilon", "--target", "8", "--delta", "1e-5", "--sampling-rate", "
 RECIPE = """
 model: {{config: {{model_type: gpt2}}}}
 data: {{path: {data}, max_length: 16}}
-privacy: {{target_epsilon: 8, clip_norm: 1, expected_batch_size: 10}}
+privacy: {{epsilon: 8, clip_norm: 1, expected_batch_size: 10}}
 train: {{num_train_epochs: 3, output_dir: out}}
 """
 
@@ -141,7 +141,7 @@ def test_plan_knows_units_and_steps(tmp_path: Path) -> None:
     values = as_json(["plan", str(recipe)])
     assert values["num_units"] == 205 and values["num_steps"] == 62 and values["delta"] == 1 / 2050
     assert values["epsilon_zero_out"] <= 8 < values["epsilon_replace_one"]
-    given = ["plan", str(recipe), "train.max_steps=7", "privacy.target_epsilon=null", "privacy.noise_multiplier=2"]
+    given = ["plan", str(recipe), "train.max_steps=7", "privacy.epsilon=null", "privacy.noise_multiplier=2"]
     values = as_json(given)
     assert values["num_steps"] == 7 and values["target_epsilon"] is None and values["noise_multiplier"] == 2.0
     assert "steps T" in run(given)
@@ -395,7 +395,7 @@ def test_sweep_of_a_recipe(tmp_path: Path) -> None:
 def test_the_plan_of_correlated_noise_says_what_was_chosen(tmp_path: Path) -> None:
     """Bands, strategy, the predicted noise beside that of independent noise, and ε under both adjacencies."""
     path = recipe_of_records(tmp_path)
-    arguments = ["plan", str(path), "privacy.max_batch_size=60", "privacy.target_epsilon=3"]
+    arguments = ["plan", str(path), "privacy.max_batch_size=60", "privacy.epsilon=3"]
     arguments += ["privacy.noise={kind: banded, bands: auto}", "train.optim=sgd", "train.optim_args=momentum=0.9"]
     values = as_json(arguments)
     noise, predicted = values["noise"], values["predicted_noise"]

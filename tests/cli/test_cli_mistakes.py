@@ -26,7 +26,7 @@ from tests.report.test_standing import folder_of
 RECIPE = """
 model: {config: {model_type: gpt2}}
 data: {path: records.jsonl, max_length: 16}
-privacy: {target_epsilon: 8, clip_norm: 1, expected_batch_size: 10}
+privacy: {epsilon: 8, clip_norm: 1, expected_batch_size: 10}
 train: {num_train_epochs: 3, output_dir: out}
 """
 COMMANDS = {

@@ -270,9 +270,9 @@ def test_a_run_with_an_adapter_generates_from_both_of_its_models(model, tmp_path
         "".join(json.dumps({"text": " ".join(WORDS[: 3 + n % 9])}) + "\n" for n in range(200))
     )
     Path("recipe.yaml").write_text(
-        f"model: {{name: {model}, peft: {{r: 2, target_modules: all-linear}}}}\n"
+        f"model: {{name: {model}, adapter: {{r: 2, target_modules: all-linear}}}}\n"
         "data: {path: notes.jsonl, max_length: 32}\nmerge_adapter: true\n"
-        "privacy: {target_epsilon: 8, clip_norm: 1, expected_batch_size: 20}\n"
+        "privacy: {epsilon: 8, clip_norm: 1, expected_batch_size: 20}\n"
         "train: {output_dir: run, max_steps: 2, use_cpu: true, disable_tqdm: true, learning_rate: 0.5, optim: sgd}\n"
     )
     assert finetune.run(load_recipe("recipe.yaml")) == 0

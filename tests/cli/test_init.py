@@ -51,8 +51,8 @@ def test_without_questions_the_proposals_are_taken(model):
     """The column of people is found by its name, so that they are protected; the screen names all dependences."""
     shown = asked([], "--data", "notes.jsonl", "--model", str(model), "--yes")
     recipe = load_recipe("recipe.yaml")
-    assert (recipe.privacy.unit, recipe.privacy.unit_column) == ("user", "patient_id")
-    assert (recipe.data.format, recipe.data.text_column, recipe.privacy.target_epsilon) == ("text", "note", 8)
+    assert (recipe.privacy.protects, recipe.privacy.unit) == ("user", "patient_id")
+    assert (recipe.data.format, recipe.data.form.text, recipe.privacy.epsilon) == ("text", "note", 8)
     assert recipe.train["output_dir"] == "runs/recipe" and recipe.model.name == str(model)
     words = " ".join(shown.split())
     assert "note_id 0 all different" in words and "patient_id p0 120 different" in words
@@ -128,7 +128,7 @@ def test_questions_have_proposals_and_are_asked_again(model):
     assert "there is no such folder" in shown and "must be > 0" in shown and "a recipe's name ends in .yaml" in shown
     assert "[patient_id]" in shown and "[note]" in shown and "[8.0]" in shown
     recipe = load_recipe("x.yaml")
-    assert recipe.privacy.unit == "sequence" and recipe.privacy.target_epsilon == 3
+    assert recipe.privacy.protects == "sequence" and recipe.privacy.epsilon == 3
     assert recipe.train["output_dir"] == "runs/x"
 
 
@@ -138,8 +138,8 @@ def test_columns_that_are_given_decide_the_format(model):
     Path("runs/q").mkdir(parents=True)  # of an earlier run, which the new one does not touch
     shown = asked([], *given, "--completion-column", "answer", "--output", "new/folder/q.yaml", "--max-length", "32")
     recipe = load_recipe("new/folder/q.yaml")
-    assert (recipe.data.format, recipe.data.completion_column) == ("prompt_completion", "answer")
-    assert recipe.privacy.unit == "sequence" and recipe.data.max_length == 32
+    assert (recipe.data.format, recipe.data.form.completion) == ("prompt_completion", "answer")
+    assert recipe.privacy.protects == "sequence" and recipe.data.max_length == 32
     assert recipe.train["output_dir"] == "runs/q-2"
     assert "240 records" in shown and [path.name for path in Path("new/folder").iterdir()] == ["q.yaml"]
 

@@ -19,7 +19,7 @@ RECIPE = """
 model: {config: {model_type: llama, hidden_size: 1024, intermediate_size: 4096, num_hidden_layers: 8,
                  num_attention_heads: 8, num_key_value_heads: 8, vocab_size: 32000}}
 data: {path: data.jsonl, max_length: 128}
-privacy: {target_epsilon: 8, delta: 1.0e-5, clip_norm: 1, expected_batch_size: 64, noise: independent}
+privacy: {epsilon: 8, delta: 1.0e-5, clip_norm: 1, expected_batch_size: 64, noise: independent}
 train: {output_dir: out, max_steps: 10}
 """
 GIB = 2**30

@@ -127,7 +127,7 @@ def test_a_rehearsal_is_shown_and_recommended(path, tmp_path, monkeypatch, count
         (["--num-units", "200", "--output", "recipe.yaml"], "is a file: give a folder"),
         deep_case(
             [
-                *("--num-units", "200", "privacy.unit=user", "privacy.unit_column=who"),
+                *("--num-units", "200", "data.columns.unit=who"),
                 *("privacy.max_rows_per_unit=2", "privacy.sampling=example", "privacy.max_batch_size=null"),
             ],
             "--num-units is for runs that draw whole units",

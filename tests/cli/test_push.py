@@ -25,7 +25,7 @@ from tests.mutations import kills
 from tests.small_model import WORDS, save_small_model
 
 RECIPE = """
-model: {{name: {folder}/base, peft: {{r: 2, target_modules: all-linear}}}}
+model: {{name: {folder}/base, adapter: {{r: 2, target_modules: all-linear}}}}
 data: {{path: {folder}/records.jsonl, max_length: 16}}
 privacy: {{noise_multiplier: 1, clip_norm: 1, expected_batch_size: 20, delta: 1.0e-3, dataset: words}}
 train: {{output_dir: {folder}/run, max_steps: 2, per_device_train_batch_size: 32, use_cpu: true, disable_tqdm: true,

@@ -42,10 +42,10 @@ def test_a_mistake_is_one_line_before_torch_is_loaded(tmp_path):
     """With exit code 2; nothing is written."""
     program = "import sys\nfrom dpllm.cli.program import main\n"
     code = f"{program}try:\n    main()\nfinally:\n    assert 'torch' not in sys.modules\n"
-    words = [sys.executable, "-c", code, "train", "quickstart", "privacy.epsilon=3"]
+    words = [sys.executable, "-c", code, "train", "quickstart", "privacy.epsilom=3"]
     wrong = children.run(words, cwd=tmp_path, env=environment(), check=False)
     assert wrong.returncode == 2 and wrong.stdout.count("\n") == 1
-    assert wrong.stderr.startswith("error: quickstart: unknown key 'privacy.epsilon'") and wrong.stderr.count("\n") == 1
+    assert wrong.stderr.startswith("error: quickstart: unknown key 'privacy.epsilom'") and wrong.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 

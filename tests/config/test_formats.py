@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from pathlib import Path
 
@@ -28,8 +27,8 @@ def test_a_format_reads_the_columns_that_a_recipe_names(name):
     """All that it reads is its own; a task that it trains names it in return."""
     kind = FORMATS[name]
     keys = columns_in(kind)
-    assert keys.keys() <= COLUMNS.keys() <= {item.name for item in dataclasses.fields(DataConfig)}
-    form = DataConfig(path="x", max_length=8, format=name, **{key: f"my {key}" for key in keys}).form
+    assert keys.keys() <= COLUMNS.keys()
+    form = DataConfig(path="x", max_length=8, format=name, columns={key: f"my {key}" for key in keys}).form
     assert form.names == [*(f"my {key}" for key in keys), *kind.beside]
     assert {*form.texts, form.labels} - {None} <= {*form.names}
     held = form.content({column: f"of {column}" for column in form.names})

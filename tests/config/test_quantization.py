@@ -21,7 +21,7 @@ LORA = {"r": 2, "target_modules": "all-linear"}
 def test_words_and_mappings(value, expected):
     """A word is a kind with its defaults."""
     assert Quantization.of(value) == expected
-    assert ModelConfig(name="m", peft=LORA, quantization=value).quantization == value
+    assert ModelConfig(name="m", adapter=LORA, quantization=value).quantization == value
 
 
 @kills(
@@ -47,7 +47,7 @@ def test_words_and_mappings(value, expected):
 def test_what_cannot_be_used_is_refused_when_the_recipe_is_read(value, message):
     """Before a model is loaded."""
     with pytest.raises(ConfigError, match=message):
-        ModelConfig(name="m", peft=LORA, quantization=value)
+        ModelConfig(name="m", adapter=LORA, quantization=value)
 
 
 def test_frozen_weights_need_an_adapter():
@@ -57,11 +57,9 @@ def test_frozen_weights_need_an_adapter():
 
 
 def test_random_weights_are_not_frozen(tmp_path):
-    """A model from a configuration, without public training; and nothing is merged without an adapter."""
+    """A model from a configuration, without public training."""
     path = "recipes/quickstart.yaml"
-    lora = ["model.peft={r: 2, target_modules: all-linear}", "model.quantization=nf4"]
+    lora = ["model.adapter={r: 2, target_modules: all-linear}", "model.quantization=nf4"]
     assert load_recipe(path, lora).model.quantization == "nf4"
     with pytest.raises(ConfigError, match=r"model\.config"):
         load_recipe(path, [*lora, "public_pretrain=null"])
-    with pytest.raises(ConfigError, match="merges"):
-        load_recipe(path, ["merge_adapter=true"])

@@ -15,6 +15,8 @@ import yaml
 from dpllm.config import (
     ConfigError,
     DataConfig,
+    HeldOut,
+    Microbatch,
     ModelConfig,
     PrivacyConfig,
     PublicPretrainConfig,
@@ -27,17 +29,17 @@ from dpllm.config import (
 from dpllm.config.train_values import WARM_UP
 from dpllm.methods.federated.section import FederateConfig
 
-PRIVACY: dict[str, Any] = {"target_epsilon": 8, "delta": 1e-6, "clip_norm": 1, "expected_batch_size": 64}
-USERS: dict[str, Any] = {"unit": "user", "unit_column": "id", "max_rows_per_unit": 3}
+PRIVACY: dict[str, Any] = {"epsilon": 8, "delta": 1e-6, "clip_norm": 1, "expected_batch_size": 64}
+USERS: dict[str, Any] = {"unit": "id", "max_rows_per_unit": 3}
 
 RECIPE = """
 # a comment
 model:
   name: gpt2
-  peft: {r: 8, target_modules: [c_attn]}
+  adapter: {r: 8, target_modules: [c_attn]}
 data: {path: records.jsonl, max_length: 128}
 privacy:
-  target_epsilon: 8
+  epsilon: 8
   delta: 1e-6
   clip_norm: 1
   expected_batch_size: 64
@@ -71,24 +73,23 @@ def test_privacy_config_is_frozen() -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"target_epsilon": None}, "give target_epsilon or noise_multiplier"),
-        ({"target_epsilon": "8"}, "target_epsilon must be a finite number, got '8'"),
+        ({"epsilon": None}, "give epsilon or noise_multiplier"),
+        ({"epsilon": "8"}, "epsilon must be a finite number, got '8'"),
         ({"clip_norm": 0}, "clip_norm must be > 0"),
-        ({"unit": "users"}, "did you mean 'user'"),
-        ({"unit": "user"}, "needs unit_column"),
-        ({"unit": "user", "unit_column": "id"}, "needs max_rows_per_unit"),
-        ({"unit_column": "id"}, 'unit_column belongs to unit="user"'),
-        ({"max_rows_per_unit": 3}, 'max_rows_per_unit belongs to unit="user"'),
+        ({"unit": ""}, "unit must be a text"),
+        ({"unit": 3}, "unit must be a text"),
+        ({"max_rows_per_unit": 3}, "max_rows_per_unit bounds the rows of a unit.*data.columns.unit"),
+        ({"normalize_ids": True}, "normalize_ids is about the ids of units"),
         ({"max_batch_size": 63}, "max_batch_size=63 is below expected_batch_size=64"),
         ({"adjacency": "add-or-remove"}, "adjacency must be one of 'zero-out', 'replace-one'"),
         ({"sampling": "shuffle"}, "not Poisson sampling, and the ε of Poisson sampling does not hold"),
         ({"sampling": "poisson"}, "sampling must be one of 'unit', 'example'"),
-        ({"sampling": "example"}, 'belongs to unit="user"'),
+        ({"sampling": "example"}, "draws rows of a unit singly"),
         (
             {**USERS, "sampling": "example", "max_batch_size": 99},
             "no accounting is known for a truncated sample of rows",
         ),
-        ({"rows_kept": "random"}, 'rows_kept belongs to unit="user"'),
+        ({"rows_kept": "random"}, "rows_kept chooses rows of a unit"),
         ({**USERS, "rows_kept": "last"}, "rows_kept must be one of 'first', 'random'"),
         ({"on_budget": "warn"}, "on_budget must be one of 'stop', 'error'"),
         ({"dataset": "mail", "budget_file": 3}, "budget_file must be a text"),
@@ -103,8 +104,68 @@ def test_bad_privacy_value_is_refused(change: dict[str, Any], match: str) -> Non
 
 def test_budget_and_noise_may_both_be_given() -> None:
     """Together they stop the run at the budget."""
-    both = PrivacyConfig(**{**PRIVACY, "target_epsilon": 8, "noise_multiplier": 1})
-    assert (both.target_epsilon, both.noise_multiplier, both.on_budget) == (8.0, 1.0, "stop")
+    both = PrivacyConfig(**{**PRIVACY, "epsilon": 8, "noise_multiplier": 1})
+    assert (both.epsilon, both.noise_multiplier, both.on_budget) == (8.0, 1.0, "stop")
+
+
+@pytest.mark.parametrize(
+    ("columns", "format"),
+    [
+        ({}, "text"),
+        ({"text": "note", "unit": "who"}, "text"),
+        ({"prompt": "q", "completion": "a"}, "prompt_completion"),
+        ({"text": "note", "label": "kind"}, "classification"),
+        ({"chosen": "good", "rejected": "bad"}, "preference"),
+        ({"messages": "talk"}, "chat"),
+        ({"words": "w", "tags": "t"}, "tokens"),
+        ({"question": "q", "context": "c", "answers": "a"}, "question_answering"),
+        ({"instruction": "i", "input": "x", "output": "o"}, "instruction"),
+    ],
+)
+def test_the_format_follows_from_the_columns(columns: dict[str, str], format: str) -> None:
+    """And a format that is given with them has the same columns."""
+    data = DataConfig(path="x.jsonl", max_length=8, columns=columns)
+    assert data.format == format and data == DataConfig(path="x.jsonl", max_length=8, columns=columns, format=format)
+    assert {key: getattr(data.form, key) for key in columns if key != "unit"} == {
+        key: name for key, name in columns.items() if key != "unit"
+    }
+
+
+def test_the_unit_of_a_recipe_is_a_column(recipe_path: Path, tmp_path: Path) -> None:
+    """It is written in ``data.columns`` alone, and both sections have it."""
+    plain = load_recipe(recipe_path)
+    assert (plain.privacy.unit, plain.privacy.protects, plain.privacy.max_rows_per_unit) == (None, "sequence", None)
+    recipe = load_recipe(recipe_path, ["data.columns.unit=who"])
+    assert (recipe.privacy.unit, recipe.privacy.protects, recipe.privacy.max_rows_per_unit) == ("who", "user", 16)
+    assert load_recipe(recipe_path, ["data.columns.unit=who", "privacy.max_rows_per_unit=3"]).privacy.unit == "who"
+    save_recipe(recipe, tmp_path / "saved.yaml")
+    assert load_recipe(tmp_path / "saved.yaml") == recipe and "unit" not in recipe_to_dict(recipe)["privacy"]
+    own = PrivacyConfig(**{**PRIVACY, "unit": "who"})
+    made = Recipe(model=ModelConfig(name="gpt2"), data=DataConfig(path="x", max_length=8), privacy=own)
+    assert made.data.columns == {"unit": "who"}
+    with pytest.raises(ConfigError, match="name two columns"):
+        dataclasses.replace(made, data=DataConfig(path="x", max_length=8, columns={"unit": "other"}))
+    with pytest.raises(ConfigError, match="public text has none"):
+        PublicPretrainConfig(data=made.data)
+
+
+def test_short_values_stand_for_mappings(recipe_path: Path) -> None:
+    """`model` may be a name, and `data.eval` a share or a path; overrides reach into what they stand for."""
+    assert load_recipe(recipe_path, ["model=org/base"]).model == ModelConfig(name="org/base")
+    assert load_recipe(recipe_path, ["model=org/base", "model.dtype=auto"]).model.dtype == "auto"
+    assert load_recipe(recipe_path).data.eval == HeldOut()
+    for text, held_out in (
+        ("0.05", HeldOut(share=0.05)),
+        ("dev.jsonl", HeldOut(path="dev.jsonl")),
+        ("{split: dev, public: true}", HeldOut(split="dev", public=True)),
+        ("null", HeldOut()),
+    ):
+        recipe = load_recipe(recipe_path, [f"data.eval={text}"])
+        assert recipe.data.eval == held_out
+    public = load_recipe(recipe_path, ["data.eval=dev.jsonl", "data.eval.public=true"])
+    assert public.data.eval == HeldOut(path="dev.jsonl", public=True)
+    with pytest.raises(ConfigError, match="share in quotes"):
+        load_recipe(recipe_path, ["data.eval='0.05'"])
 
 
 def test_what_people_know_about_a_release_is_a_section(tmp_path: Path) -> None:
@@ -126,26 +187,26 @@ def test_what_people_know_about_a_release_is_a_section(tmp_path: Path) -> None:
 
 
 def test_a_microbatch_may_be_counted_in_tokens(tmp_path: Path) -> None:
-    """`microbatch_tokens` is a whole number of at least 1, or "auto", or left out."""
+    """`microbatch.tokens` is a whole number of at least 1, or "auto", or left out."""
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE)
-    assert load_recipe(path).microbatch_tokens is None
-    assert load_recipe(path, ["microbatch_tokens=4096"]).microbatch_tokens == 4096
-    assert load_recipe(path, ["microbatch_tokens=auto"]).microbatch_tokens == "auto"
+    assert load_recipe(path).microbatch.tokens is None
+    assert load_recipe(path, ["microbatch.tokens=4096"]).microbatch.tokens == 4096
+    assert load_recipe(path, ["microbatch.tokens=auto"]).microbatch.tokens == "auto"
 
 
 def test_rows_may_be_packed(tmp_path: Path) -> None:
-    """`pack_rows` is true or false, and for causal language models."""
+    """`microbatch.pack` is true or false, and for causal language models."""
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE)
-    assert load_recipe(path).pack_rows is False
-    assert load_recipe(path, ["pack_rows=true"]).pack_rows is True
+    assert load_recipe(path).microbatch.pack is False
+    assert load_recipe(path, ["microbatch.pack=true"]).microbatch.pack is True
     with pytest.raises(ConfigError, match=r"model\.task="):
         Recipe(
             model=ModelConfig(name="t5", task="seq2seq_lm"),
             data=DataConfig(path="x.jsonl", max_length=8),
             privacy=PrivacyConfig(**PRIVACY),
-            pack_rows=True,
+            microbatch=Microbatch(pack=True),
         )
 
 
@@ -179,9 +240,28 @@ def test_bad_model_value_is_refused(values: dict[str, Any], match: str) -> None:
     ("change", "match"),
     [
         ({"name": 3}, "name must be a text"),
-        ({"eval_fraction": 0.1, "eval_is_public": True}, "eval_is_public declares public rows"),
-        ({"eval_fraction": 0.1, "eval_split": "test"}, "eval_fraction holds records out"),
+        (
+            {
+                "eval": {"share": 0.1, "public": True},
+            },
+            "eval.public declares public records",
+        ),
+        (
+            {
+                "eval": {"share": 0.1, "split": "test"},
+            },
+            "eval.share holds records out",
+        ),
+        ({"eval": {"shares": 0.1}}, r"unknown key 'eval.shares'; did you mean 'share'"),
+        ({"eval": True}, "eval must be a share of the units, a path, or a mapping"),
+        ({"eval": 0}, "eval must be a share above 0"),
         ({"format": "txt"}, "did you mean 'text'"),
+        ({"columns": {"txt": "note"}}, r"unknown key 'columns.txt'; did you mean 'text'"),
+        ({"columns": {"text": 3}}, "columns.text must be a text"),
+        ({"columns": "note"}, "columns must be a mapping"),
+        ({"columns": {"prompt": "q"}}, "prompt_completion and preference have: set data.format"),
+        ({"columns": {"text": "a", "completion": "b"}}, "columns has text, completion, and no format has them all"),
+        ({"columns": {"prompt": "q"}, "format": "text"}, "columns.prompt=q is not read by format=text"),
         ({"long_records": "drop"}, "long_records must be one of"),
         ({"encoding": "hex"}, "encoding='hex' is unknown; usual: utf-8"),
     ],
@@ -207,7 +287,7 @@ def test_recipe_reads_yaml(recipe_path: Path) -> None:
     recipe = load_recipe(recipe_path)
     assert recipe.privacy.delta == 1e-6
     assert recipe.train == {"learning_rate": 5e-4, "eval_strategy": "no", "max_steps": 10, **WARM_UP}
-    assert recipe.model.peft == {"r": 8, "target_modules": ["c_attn"]}
+    assert recipe.model.adapter == {"r": 8, "target_modules": ["c_attn"]}
     assert recipe.public_pretrain is None
 
 
@@ -216,18 +296,18 @@ def test_overrides_win_and_are_parsed_as_yaml(recipe_path: Path) -> None:
     recipe = load_recipe(
         recipe_path,
         [
-            "privacy.target_epsilon=null",
+            "privacy.epsilon=null",
             "privacy.noise_multiplier=1e0",
             "train.max_steps=20",
-            "model.peft.target_modules=[q, v]",
+            "model.adapter.target_modules=[q, v]",
             "public_pretrain.data.path=builtin:sotu",
             "public_pretrain.data.max_length=64",
             "train.run_name=",
         ],
     )
-    assert recipe.privacy.target_epsilon is None and recipe.privacy.noise_multiplier == 1.0
+    assert recipe.privacy.epsilon is None and recipe.privacy.noise_multiplier == 1.0
     assert recipe.train["max_steps"] == 20 and recipe.train["run_name"] is None
-    assert recipe.model.peft == {"r": 8, "target_modules": ["q", "v"]}
+    assert recipe.model.adapter == {"r": 8, "target_modules": ["q", "v"]}
     assert recipe.public_pretrain is not None and recipe.public_pretrain.data.path == "builtin:sotu"
 
 
@@ -249,9 +329,10 @@ def test_saved_recipe_loads_equal(recipe_path: Path, tmp_path: Path) -> None:
             "public_pretrain.data.pth=1",
             r"unknown key 'public_pretrain.data.pth'; did you mean 'public_pretrain.data.path'\?",
         ),
-        ("privacy.clip_norm=null", "missing key 'privacy.clip_norm'"),
+        ("privacy.expected_batch_size=null", "missing key 'privacy.expected_batch_size'"),
+        ("privacy.unit=id", r"unknown key 'privacy.unit'; the column .* is data\.columns\.unit"),
         ("privacy.delta=2", "section 'privacy': delta must be"),
-        ("model=gpt2", "'model' must be a mapping"),
+        ("model=3", "'model' must be a mapping"),
         ("model.name.x=gpt2", "'model.name' is a value, not a section"),
         ("privacy.delta", "must read key=value"),
         ("privacy.delta={", "not valid YAML"),
@@ -296,6 +377,7 @@ def test_the_table_of_recipe_keys_is_complete() -> None:
         "privacy": PrivacyConfig,
         "public_pretrain": PublicPretrainConfig,
         "release": ReleaseConfig,
+        "microbatch": Microbatch,
         "federate": FederateConfig,
         "(top level)": Recipe,
     }
@@ -313,5 +395,10 @@ def test_the_table_of_recipe_keys_is_complete() -> None:
             elif item.default_factory is not dataclasses.MISSING:
                 made = item.default_factory()
                 words = "`{}`" if dataclasses.is_dataclass(made) else f"`{json.dumps(made)}`"
+            words = {("data", "eval"): "`null`", ("privacy", "max_rows_per_unit"): "`16`"}.get(
+                (section, item.name), words
+            )
+            if (section, item.name) in {("privacy", "unit"), ("data", "columns")}:
+                continue
             due.append((section, item.name, words))
     assert listed == due

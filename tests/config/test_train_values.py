@@ -17,9 +17,9 @@ from dpllm.mechanism.limits import MAX_STEPS
 from dpllm.training.arguments import check_optimizer, private_arguments, training_arguments
 
 RECIPE: dict[str, Any] = {
-    "model": {"name": "somewhere", "peft": {"r": 4, "target_modules": ["c_attn"]}},
+    "model": {"name": "somewhere", "adapter": {"r": 4, "target_modules": ["c_attn"]}},
     "data": {"path": "records.jsonl", "max_length": 16},
-    "privacy": {"target_epsilon": 8, "clip_norm": 1, "expected_batch_size": 8, "delta": 1e-5},
+    "privacy": {"epsilon": 8, "clip_norm": 1, "expected_batch_size": 8, "delta": 1e-5},
     "train": {"output_dir": "out", "max_steps": 3},
     "public_pretrain": {"data": {"path": "public.jsonl", "max_length": 16}, "train": {"max_steps": 3}},
 }
@@ -50,18 +50,18 @@ BAD: list[tuple[str, Any]] = [
     *(("public_pretrain.train.learning_rate", value) for value in (*NOT_NUMBERS, 0, -1)),
     *(("public_pretrain.train.max_steps", value) for value in (*NOT_WHOLE, 0, 10**12)),
     *(("public_pretrain.train.bf16", value) for value in NOT_FLAGS),
-    *(("model.peft.r", value) for value in ("abc", 0, -1, 2.5, True, math.nan)),
-    *(("model.peft.lora_alpha", value) for value in ("x", 0, -1, math.nan, math.inf, True)),
-    *(("model.peft.lora_dropout", value) for value in (-1, 1, 1.5, math.nan, "0.1", True)),
-    *(("model.peft.bias", value) for value in ("some", True, 3)),
-    *(("model.peft.modules_to_save", value) for value in ("head", [], [3], {"a": 1})),
-    *(("model.peft.target_modules", value) for value in ([], [3], 3)),
-    *(("model.peft.use_dora", value) for value in ("yes", 1)),
-    *(("model.peft", value) for value in ("abc", [1], 3)),
+    *(("model.adapter.r", value) for value in ("abc", 0, -1, 2.5, True, math.nan)),
+    *(("model.adapter.lora_alpha", value) for value in ("x", 0, -1, math.nan, math.inf, True)),
+    *(("model.adapter.lora_dropout", value) for value in (-1, 1, 1.5, math.nan, "0.1", True)),
+    *(("model.adapter.bias", value) for value in ("some", True, 3)),
+    *(("model.adapter.modules_to_save", value) for value in ("head", [], [3], {"a": 1})),
+    *(("model.adapter.target_modules", value) for value in ([], [3], 3)),
+    *(("model.adapter.use_dora", value) for value in ("yes", 1)),
+    *(("model.adapter", value) for value in ("abc", [1], 3)),
     *(("model.freeze", value) for value in ("abc", [1], 3)),
     *(("model.tie_word_embeddings", value) for value in ("no", 1, 0)),
     *(("model.num_labels", value) for value in (0, 1, "two", 2.5)),
-    *(("privacy.target_epsilon", value) for value in (*NOT_NUMBERS, 0, -1, 1001, 1e6, 1e300)),
+    *(("privacy.epsilon", value) for value in (*NOT_NUMBERS, 0, -1, 1001, 1e6, 1e300)),
     *(("privacy.noise_multiplier", value) for value in (*NOT_NUMBERS, -1, 1e-4, 1e30, 1e300)),
     *(("privacy.clip_norm", value) for value in (*NOT_NUMBERS, 0, -1, 1e-300, 1e300)),
     *(("privacy.expected_batch_size", value) for value in (*NOT_WHOLE, 0, -1)),
@@ -69,10 +69,10 @@ BAD: list[tuple[str, Any]] = [
     *(("privacy.seed", value) for value in (*NOT_WHOLE, -1)),
     *(("data.max_length", value) for value in (*NOT_WHOLE, 0, 1)),
     *(("data.limit", value) for value in (*NOT_WHOLE, 0)),
-    *(("data.eval_fraction", value) for value in (*NOT_NUMBERS, -0.1, 1)),
+    *(("data.eval", value) for value in ("1e-3", True, math.nan, [0.1], 0, -0.1, 1)),
     *(("data.path", value) for value in ("", " ", 3, ["a"])),
-    *(("microbatch_tokens", value) for value in ("abc", 0, 2.5, True)),
-    *(("pack_rows", value) for value in ("no", 1)),
+    *(("microbatch.tokens", value) for value in ("abc", 0, 2.5, True)),
+    *(("microbatch.pack", value) for value in ("no", 1)),
 ]
 
 
@@ -83,7 +83,7 @@ def recipe_with(tmp_path: Path, name: str, value: Any) -> Path:
     place: Any = (raw := {key: dict(part) for key, part in RECIPE.items()})
     *sections, key = name.split(".")
     for section in sections:
-        place[section] = dict(place[section])
+        place[section] = dict(place.get(section, {}))
         place = place[section]
     place[key] = value
     path = tmp_path / "recipe.yaml"

@@ -179,7 +179,7 @@ def test_a_column_of_conversations_is_read_in_every_way_in():
     """ShareGPT's column, with the roles human and gpt."""
     records, plain = [{"id": "c1", "conversations": turns(TALK)}], [{"messages": TALK}]
     wanted = rows_of(plain)[0]
-    assert rows_of(records, messages_column="conversations")[0] == wanted
+    assert rows_of(records, columns={"messages": "conversations"})[0] == wanted
     made = RowMaker(tokenizer(), "causal_lm", longest=2000).rows(Dataset.from_list(records), "train_dataset")
     assert made[0]["labels"] == wanted["labels"]
     sft = Supervised(tokens=Tokens(tokenizer())).rows(Dataset.from_list(records))
@@ -395,7 +395,7 @@ def test_a_file_of_conversations_is_loaded(tmp_path):
     """As a recipe does, before a model is loaded."""
     path = tmp_path / "talks.jsonl"
     path.write_text("\n".join(json.dumps({"id": str(n), "conversations": turns(TALK)}) for n in range(3)))
-    config = DataConfig(path=str(path), format="chat", messages_column="conversations", max_length=2000)
+    config = DataConfig(path=str(path), format="chat", columns={"messages": "conversations"}, max_length=2000)
     assert len(load_records(config)) == 3
     path.write_text(json.dumps({"conversations": [{"from": "human"}]}))
     with pytest.raises(DataError, match="record 0: message 0 has no text in 'content'"):

@@ -27,41 +27,45 @@ SHAREGPT = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]
 @pytest.mark.parametrize(
     ("record", "form", "columns"),
     [
-        ({"id": 1, "note": SAID}, "text", {"text_column": "note"}),
-        ({"title": "Rain", "Text": SAID}, "text", {"text_column": "Text"}),
-        ({"n": 1, "clinicalNote": SAID}, "text", {"text_column": "clinicalNote"}),
-        ({"note_date": "1 May in the year 2020", "NOTE_BODY": SAID}, "text", {"text_column": "NOTE_BODY"}),
-        ({"review": "雨が一日中降っていました"}, "text", {"text_column": "review"}),
+        ({"id": 1, "note": SAID}, "text", {"text": "note"}),
+        ({"title": "Rain", "Text": SAID}, "text", {"text": "Text"}),
+        ({"n": 1, "clinicalNote": SAID}, "text", {"text": "clinicalNote"}),
+        ({"note_date": "1 May in the year 2020", "NOTE_BODY": SAID}, "text", {"text": "NOTE_BODY"}),
+        ({"review": "雨が一日中降っていました"}, "text", {"text": "review"}),
         (
             {"answer": "42", "question": SAID},
             "prompt_completion",
-            {"prompt_column": "question", "completion_column": "answer"},
+            {"prompt": "question", "completion": "answer"},
         ),
         (
             {"instruction": SAID, "input": "", "output": "yes"},
             "instruction",
-            {"instruction_column": "instruction", "output_column": "output"},
+            {"instruction": "instruction", "output": "output"},
         ),
         (
             {"instruction": SAID, "context": SAID, "response": "yes", "category": "open_qa"},
             "instruction",
-            {"instruction_column": "instruction", "input_column": "context", "output_column": "response"},
+            {"instruction": "instruction", "input": "context", "output": "response"},
         ),
-        ({"messages": CHAT}, "chat", {"messages_column": "messages"}),
-        ({"messages": json.dumps(CHAT)}, "chat", {"messages_column": "messages"}),
-        ({"prompt": SAID, "earlier": CHAT, "messages": CHAT}, "chat", {"messages_column": "messages"}),
+        ({"messages": CHAT}, "chat", {"messages": "messages"}),
+        ({"messages": json.dumps(CHAT)}, "chat", {"messages": "messages"}),
+        ({"prompt": SAID, "earlier": CHAT, "messages": CHAT}, "chat", {"messages": "messages"}),
         (
             {"messages": [*CHAT, {"role": "user", "content": [{"type": "text", "text": "so"}]}]},
             "chat",
-            {"messages_column": "messages"},
+            {"messages": "messages"},
         ),
-        ({"id": "c1", "conversations": SHAREGPT}, "chat", {"messages_column": "conversations"}),
-        ({"dialogue": CHAT, "text": SAID}, "chat", {"messages_column": "dialogue"}),
-        ({"sentence": SAID, "label": 0}, "classification", {"text_column": "sentence", "label_column": "label"}),
+        ({"id": "c1", "conversations": SHAREGPT}, "chat", {"messages": "conversations"}),
+        ({"dialogue": CHAT, "text": SAID}, "chat", {"messages": "dialogue"}),
+        (
+            {"sentence": SAID, "label": 0},
+            "classification",
+            {"text": "sentence", "label": "label"},
+        ),
         (
             {"review": SAID, "sentiment": "bad"},
             "classification",
-            {"text_column": "review", "label_column": "sentiment"},
+            {"text": "review", "label": "sentiment"},
         ),
     ],
 )
@@ -96,7 +100,7 @@ def test_without_evidence_nothing_is_proposed(tmp_path, records):
 def test_labels_repeat(tmp_path):
     """Numbers that are all different are no classes."""
     found = found_in(tmp_path, *({"text": SAID, "label": n / 7} for n in range(40)))
-    assert (found.guessed_format(), found.proposed("label_column")) == ("text", None)
+    assert (found.guessed_format(), found.proposed("label")) == ("text", None)
 
 
 def test_a_column_of_people_is_no_label_and_no_text(tmp_path):
@@ -173,7 +177,7 @@ def test_columns_are_read_as_the_recipe_says(tmp_path):
     assert columns_of(DataConfig(path=str(nested), max_length=2, field="data")).people == ("author",)
     (tmp_path / "parts").mkdir()
     (tmp_path / "parts" / "dev.csv").write_text("0;1;note\n5;x;y\n")
-    parts = DataConfig(path=str(tmp_path / "parts"), max_length=2, split="dev", delimiter=";", text_column="1")
+    parts = DataConfig(path=str(tmp_path / "parts"), max_length=2, split="dev", delimiter=";", columns={"text": "1"})
     assert list(columns_of(parts).kinds) == ["0", "1", "note"]
 
 

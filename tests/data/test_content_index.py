@@ -297,7 +297,7 @@ def test_copies_of_other_users_are_an_open_point(tmp_path):
     """At user level those within one user are none, and rows keep the note."""
     twice = [text for number in range(40) for text in (note(number), note(number).upper())]
     config = DataConfig(path=write(tmp_path / "a.jsonl", texts(*twice)), max_length=8)
-    users = PrivacyUnit(unit="user", unit_column="who", max_rows_per_unit=2)
+    users = PrivacyUnit(unit="who", max_rows_per_unit=2)
     assert not unit_index_of(load_records(config, users), users).many_copies
     assert unit_index_of(load_records(config), PrivacyUnit()).many_copies
     across = DataConfig(path=write(tmp_path / "b.jsonl", texts(*twice[::2], *twice[1::2])), max_length=8)
@@ -314,7 +314,7 @@ def test_training_records_in_public_rows_are_an_open_point(tmp_path):
         ("other", list(map(note, range(300, 340))), False),
     ):
         held_out = write(tmp_path / f"{name}.jsonl", texts(*rows))
-        config = DataConfig(path=train, eval_path=held_out, eval_is_public=True, max_length=8)
+        config = DataConfig(path=train, eval={"path": held_out, "public": True}, max_length=8)
         records, _ = load_train_and_eval(config)
         doubts = unit_index_of(records, PrivacyUnit()).doubts(None)
         assert any("declared public" in doubt for doubt in doubts) is expected
@@ -325,7 +325,7 @@ def test_held_out_records_that_are_training_records_in_another_form_are_refused(
     train = write(tmp_path / "train.jsonl", texts(*(f"Note: {note(a)} {note(a + 1)}" for a in range(0, 200, 2))))
     held_out = write(tmp_path / "test.jsonl", texts(*map(note, range(50))))
     with pytest.raises(DataError, match="50 of 50 held-out records"):
-        load_train_and_eval(DataConfig(path=train, eval_path=held_out, max_length=8))
+        load_train_and_eval(DataConfig(path=train, eval=held_out, max_length=8))
 
 
 @pytest.mark.parametrize(
@@ -353,7 +353,7 @@ def test_public_parts_of_a_recipe_hold_no_private_record(tmp_path, method, secti
     records = texts(*map(note, range(300)))
     recipe = {
         "data": {"path": write(tmp_path / "t.jsonl", records), "format": "text"},
-        "privacy": {"target_epsilon": 4.0},
+        "privacy": {"epsilon": 4.0},
         "model": {"name": "a/model"},
         method: section,
         "output_dir": str(tmp_path / "out"),

@@ -255,15 +255,15 @@ def test_splits_of_a_folder_are_chosen_by_name(tmp_path):
     assert texts(tmp_path, split="test") == ["test 0", "test 1", "test 2"]
     assert texts(tmp_path, split="train[:2]+test[1:]") == ["train 0", "train 1", "test 1", "test 2"]
     assert texts(tmp_path, split="dev[:1]") == ["validation 0"]
-    train, held_out = load_train_and_eval(config(tmp_path, eval_split="validation"))
+    train, held_out = load_train_and_eval(config(tmp_path, eval={"split": "validation"}))
     assert len(train) == 12 and held_out is not None and len(held_out) == 4
-    train, held_out = load_train_and_eval(config(tmp_path, eval_path=str(tmp_path / "test.jsonl")))
+    train, held_out = load_train_and_eval(config(tmp_path, eval=str(tmp_path / "test.jsonl")))
     assert len(train) == 12 and held_out is not None and len(held_out) == 3
     assert sources_of(train) == {"train.jsonl": 12}
     with pytest.raises(ConfigError, match=r"test .*train .*validation"):
         texts(tmp_path, split="train_sft")
     with pytest.raises(ConfigError, match="training split"):
-        load_train_and_eval(config(tmp_path, split="validation", eval_split="dev"))
+        load_train_and_eval(config(tmp_path, split="validation", eval={"split": "dev"}))
     with pytest.raises(ConfigError, match="takes record"):
         texts(tmp_path, split="validation+dev")
 
@@ -326,7 +326,7 @@ def test_records_without_a_value_can_be_dropped_before_n_is_counted(tmp_path):
     assert texts(tmp_path / "hf", missing="drop", format="classification") == ["y"]
     rows = [{"text": "x", "who": f"p{number % 4}" if number else None} for number in range(9)]
     (tmp_path / "ids.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    by_user = PrivacyUnit(unit="user", unit_column="who", max_rows_per_unit=9)
+    by_user = PrivacyUnit(unit="who", max_rows_per_unit=9)
     train, _ = load_train_and_eval(config(tmp_path / "ids.jsonl", missing="drop"), by_user)
     assert len(train) == 8
     for more in ({"limit": 5}, {"split": "train[:5]"}):
@@ -388,7 +388,7 @@ def test_columns_of_one_name_fail_only_where_they_are_named(tmp_path):
     records = load_records(config(tmp_path / "a.csv"))
     assert records.column_names == ["text"] and records["text"][:] == ["x"]
     with pytest.raises(DataError, match="two columns are named 'more'"):
-        texts(tmp_path / "a.csv", text_column="more")
+        texts(tmp_path / "a.csv", columns={"text": "more"})
 
 
 def test_weights_that_are_git_lfs_pointers_are_named(tmp_path):

@@ -40,7 +40,7 @@ def config(**values) -> DataConfig:
 
 def by_user(column: str, max_rows: int) -> PrivacyConfig:
     mechanism = {"clip_norm": 1, "expected_batch_size": 1, "noise_multiplier": 1}
-    return PrivacyConfig(**mechanism, unit="user", unit_column=column, max_rows_per_unit=max_rows)
+    return PrivacyConfig(**mechanism, unit=column, max_rows_per_unit=max_rows)
 
 
 def write(path: Path, records: list[dict]) -> Path:
@@ -139,7 +139,7 @@ class TestLoading:
             return datasets.Dataset.from_list([{"text": split}])
 
         monkeypatch.setattr(datasets, "load_dataset", hub)
-        wanted = config(path="some/data", name="plain", split="train_sft", eval_split="test_sft")
+        wanted = config(path="some/data", name="plain", split="train_sft", eval={"split": "test_sft"})
         train, held_out = load_train_and_eval(wanted)
         assert seen == [("some/data", "plain", "train_sft"), ("some/data", "plain", "test_sft")]
         assert train["text"][:] == ["train_sft"] and held_out is not None and held_out["text"][:] == ["test_sft"]
@@ -198,7 +198,7 @@ class TestChecks:
         """A misspelt column is found before training."""
         path = write(tmp_path / "data.jsonl", [{"sentence": "x", "label": 1}])
         with pytest.raises(DataError, match="sentences"):
-            load_records(config(path=str(path), text_column="sentences"))
+            load_records(config(path=str(path), columns={"text": "sentences"}))
 
     @pytest.mark.parametrize("ending", [".jsonl", ".csv"])
     def test_a_null_names_the_first_record(self, tmp_path, ending):
@@ -228,30 +228,30 @@ class TestHeldOut:
 
     def test_the_parts_are_disjoint_complete_and_always_the_same(self, path):
         """No record is both trained on and held out; the choice does not depend on the text of the records."""
-        train, held_out = load_train_and_eval(config(path=path, eval_fraction=0.1))
+        train, held_out = load_train_and_eval(config(path=path, eval=0.1))
         assert held_out is not None
         assert (len(train), len(held_out)) == (45, 5)
         assert sorted(train["text"][:] + held_out["text"][:]) == sorted(f"record {number}" for number in range(50))
-        again, _ = load_train_and_eval(config(path=path, eval_fraction=0.1))
+        again, _ = load_train_and_eval(config(path=path, eval=0.1))
         assert again["text"][:] == train["text"][:]
         whole, none = load_train_and_eval(config(path=path))  # nothing is held out unless the recipe says so
         assert none is None and len(whole) == 50
 
     def test_held_out_records_come_from_their_own_file(self, path, tmp_path):
-        """`eval_path` takes nothing from the training records, for any limit."""
+        """A path of held-out records takes nothing from the training records, for any limit."""
         other = write(tmp_path / "dev.csv", [{"text": text} for text in TEXTS])
-        train, held_out = load_train_and_eval(config(path=path, eval_path=str(other), limit=2))
+        train, held_out = load_train_and_eval(config(path=path, eval=str(other), limit=2))
         assert held_out is not None and len(train) == 2 and held_out["text"][:] == TEXTS
 
     def test_a_share_that_leaves_nothing_is_refused(self, path):
         """There must be a record to train on."""
         with pytest.raises(DataError, match="leaves none"):
-            load_train_and_eval(config(path=path, limit=1, eval_fraction=0.5))
+            load_train_and_eval(config(path=path, limit=1, eval=0.5))
 
     def test_a_split_of_a_local_file_is_refused(self, path):
         """A local file has one split, so a second one cannot be held out of it by name."""
-        with pytest.raises(ConfigError, match="eval_path"):
-            load_train_and_eval(config(path=path, eval_split="test"))
+        with pytest.raises(ConfigError, match=r"held-out records as data\.eval"):
+            load_train_and_eval(config(path=path, eval={"split": "test"}))
 
 
 class TestText:
@@ -336,7 +336,7 @@ class TestText:
             ),
             (
                 '{"label": 1}\n{"label": 2}\n',
-                {"text_column": "label"},
+                {"columns": {"text": "label"}},
                 "column 'label' holds int64, but text is needed",
             ),
         ],
@@ -387,7 +387,7 @@ class TestText:
         with pytest.raises(DataError, match=message):
             unit_index_of(records, by_user("id", 2))
         with pytest.raises(DataError, match=message):
-            load_records(config(path=str(path), text_column="id"))
+            load_records(config(path=str(path), columns={"text": "id"}))
 
     def test_fields_that_only_some_records_have_are_null_in_the_others(self, tmp_path, monkeypatch):
         """Pieces of a file that differ in their fields are one data set."""
@@ -503,17 +503,17 @@ class TestFolders:
         (other / "link.jsonl").symlink_to(test)
         for place in (data, test, other / "copy.jsonl", other / "link.jsonl"):
             with pytest.raises(ConfigError, match=r"data\.path="):
-                load_train_and_eval(config(path=str(data), eval_path=str(place)))
+                load_train_and_eval(config(path=str(data), eval=str(place)))
         write(other / "same.csv", [{"text": text} for text in texts[8:]])
         with pytest.raises(DataError, match="12 of 12 held-out"):
-            load_train_and_eval(config(path=str(data), eval_path=str(other / "same.csv")))
-        train, held_out = load_train_and_eval(config(path=str(data / "one.jsonl"), eval_path=str(test)))
+            load_train_and_eval(config(path=str(data), eval=str(other / "same.csv")))
+        train, held_out = load_train_and_eval(config(path=str(data / "one.jsonl"), eval=str(test)))
         assert held_out is not None and (len(train), len(held_out)) == (10, 10)
 
     def test_the_split_that_is_trained_on_is_not_held_out(self):
         """This holds for a Hub data set as well."""
-        with pytest.raises(ConfigError, match="eval_split='train"):
-            load_train_and_eval(config(path="some/data", eval_split="train"))
+        with pytest.raises(ConfigError, match=r"data\.eval\.split='train"):
+            load_train_and_eval(config(path="some/data", eval={"split": "train"}))
 
     def test_many_exact_copies_are_noted(self, tmp_path):
         """Records that are copies of others are separate units; short texts may well be written twice."""
@@ -581,7 +581,7 @@ def test_no_folder_has_its_name_before_it_is_locked(tmp_path, monkeypatch):
 @needs_shared_data
 def test_all_of_sst2_is_read():
     """A real tab-separated file gives as many records as it has lines."""
-    wanted = config(path=str(SHARED / "sst2" / "train.tsv"), format="classification", text_column="sentence")
+    wanted = config(path=str(SHARED / "sst2" / "train.tsv"), format="classification", columns={"text": "sentence"})
     records = load_records(wanted)
     assert len(records) == 67349
     assert set(records["label"][:]) == {0, 1}
@@ -592,7 +592,7 @@ def test_whole_users_are_held_out(tmp_path):
     rng = np.random.default_rng(0)
     rows = [{"text": f"note {number}", "who": f"p{int(rng.integers(60))}"} for number in range(600)]
     (tmp_path / "notes.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    config = DataConfig(path=str(tmp_path / "notes.jsonl"), max_length=8, eval_fraction=0.2)
+    config = DataConfig(path=str(tmp_path / "notes.jsonl"), max_length=8, eval=0.2)
     train, held_out = load_train_and_eval(config, by_user("who", max_rows=4))
     assert not set(train["who"]) & set(held_out["who"]) and len(set(held_out["who"])) == 12
     assert sorted([*train["text"], *held_out["text"]]) == sorted(row["text"] for row in rows)

@@ -364,7 +364,7 @@ class TestUnits:
     @pytest.mark.parametrize("long_records", ["truncate", "split"])
     @pytest.mark.parametrize(
         ("unit", "num_units"),
-        [({}, 6), ({"unit": "user", "unit_column": "who", "max_rows_per_unit": 2}, 3)],
+        [({}, 6), ({"unit": "who", "max_rows_per_unit": 2}, 3)],
     )
     def test_records_and_rows_have_the_same_number_of_units(self, tokenizer, long_records, unit, num_units):
         """N can be known without tokenizing, and tokenizing does not change it."""
@@ -385,7 +385,7 @@ class TestUnits:
     def test_numbers_in_arrow_and_in_rows_give_one_index(self, tokenizer):
         """A column of whole numbers is never a list of Python numbers, and a number that is missing is still seen."""
         rows = rows_of(self.RECORDS, tokenizer, max_length=8, long_records="split")
-        user = privacy(unit="user", unit_column="who", max_rows_per_unit=2)
+        user = privacy(unit="who", max_rows_per_unit=2)
         users = datasets.Dataset.from_list([{"text": "x", "who": who} for who in (7, -1, 7, 3, 7, -1)])
         for dataset, section in ((rows, privacy()), (rows.select([2, 0, 1, 3]), privacy()), (users, user)):
             of_arrow, of_rows = unit_index_of(dataset, section), unit_index_of(list(dataset), section)
@@ -401,7 +401,7 @@ class TestUnits:
 
     def test_missing_ids_columns_and_rows_are_refused(self):
         """A row that belongs to no user cannot be protected as part of one."""
-        user = privacy(unit="user", unit_column="who", max_rows_per_unit=1)
+        user = privacy(unit="who", max_rows_per_unit=1)
         with pytest.raises(ValueError, match="usable"):
             unit_index_of([{"who": "a"}, {"who": None}], user)
         with pytest.raises(DataError, match="column 'who"):
@@ -497,8 +497,7 @@ class TestRealText:
         wanted = config(
             path=str(SHARED / "e2e" / "devset.csv"),
             format="prompt_completion",
-            prompt_column="mr",
-            completion_column="ref",
+            columns={"prompt": "mr", "completion": "ref"},
             max_length=100,
         )
         records = load_records(wanted)
@@ -512,7 +511,7 @@ class TestRealText:
 def test_rows_kept_at_random_are_drawn_and_counted_the_same() -> None:
     """With rows_kept="random" a user's rows are drawn from the generator; without one the numbers are the same."""
     rows = datasets.Dataset.from_dict({"input_ids": [[1]] * 40, "who": ["a"] * 30 + ["b"] * 10})
-    config = privacy(unit="user", unit_column="who", max_rows_per_unit=5, rows_kept="random")
+    config = privacy(unit="who", max_rows_per_unit=5, rows_kept="random")
     first, drawn, again, other = (
         unit_index_of(rows, config, rng) for rng in (None, seeded_rng(1), seeded_rng(1), seeded_rng(2))
     )
@@ -582,19 +581,19 @@ class TestNotes:
         """Only the number of users is public there."""
         texts = [("Ann", "a text that is long enough"), ("ann", "another text")] * 5
         records, rows = self.rows(tmp_path, tokenizer, texts)
-        notes = self.note(tmp_path, records, rows, unit="user", unit_column="who", max_rows_per_unit=2)
+        notes = self.note(tmp_path, records, rows, unit="who", max_rows_per_unit=2)
         assert notes.facts == {"a record is": ["one JSON object"]}
         assert len(notes.open_points) == 1 and "differ only in upper and lower case" in notes.open_points[0]
 
     def test_ids_that_are_each_in_one_row_are_an_open_point(self, tmp_path, tokenizer):
         """If the id of a message were used as a person's id, each message would count as a person."""
         records, rows = self.rows(tmp_path, tokenizer, [(str(number), f"text {number}") for number in range(10)])
-        notes = self.note(tmp_path, records, rows, unit="user", unit_column="who", max_rows_per_unit=2)
+        notes = self.note(tmp_path, records, rows, unit="who", max_rows_per_unit=2)
         assert len(notes.open_points) == 1 and "No id in column 'who' occurs twice" in notes.open_points[0]
         records, rows = self.rows(tmp_path, tokenizer, [(str(number // 2), f"text {number}") for number in range(10)])
         other = tmp_path / "other"
         other.mkdir()
-        assert not self.note(other, records, rows, unit="user", unit_column="who", max_rows_per_unit=2).open_points
+        assert not self.note(other, records, rows, unit="who", max_rows_per_unit=2).open_points
 
 
 def test_tokenizing_long_records_takes_little_memory(tokenizer):

@@ -470,14 +470,13 @@ def real(
             DataConfig(
                 path=text,
                 format="prompt_completion",
-                prompt_column="mr",
-                completion_column="ref",
+                columns={"prompt": "mr", "completion": "ref"},
                 max_length=64,
                 limit=24,
             )
         ),
         tokenizer := AutoTokenizer.from_pretrained(weights),
-        DataConfig(path=text, format="prompt_completion", prompt_column="mr", completion_column="ref", max_length=64),
+        DataConfig(path=text, format="prompt_completion", columns={"prompt": "mr", "completion": "ref"}, max_length=64),
     )
     collator = RowCollator(pad_token_id=tokenizer.pad_token_id or 0)
     plan = plan_of(clip_norm, noise_multiplier=0.0, num_units=len(rows))

@@ -33,13 +33,13 @@ from tests.distributed.world import ROOT, free_port
 from tests.tiers import deep_case
 
 CONFIGS = ("cpu_fsdp2", *map(deep_case, ("cpu_ddp", "cpu_zero1", "cpu_zero2", "cpu_zero3")))
-LORA = "model.peft={r: 4, lora_alpha: 8, target_modules: all-linear}"
+LORA = "model.adapter={r: 4, lora_alpha: 8, target_modules: all-linear}"
 MIXTURE = (
     "model.config={model_type: mixtral, hidden_size: 32, intermediate_size: 24, num_hidden_layers: 2, "
     "num_attention_heads: 2, num_key_value_heads: 2, num_local_experts: 4, max_position_embeddings: 32}"
 )
 LORA_ON_EXPERTS = (
-    "model.peft={r: 4, lora_alpha: 8, target_modules: [q_proj], "
+    "model.adapter={r: 4, lora_alpha: 8, target_modules: [q_proj], "
     "target_parameters: [experts.gate_up_proj, experts.down_proj]}"
 )
 
@@ -58,7 +58,7 @@ def losses(folder: Path) -> list[float]:
 def perplexity(folder: Path, model) -> float:
     """Of the held-out records, in this process, by plain transformers."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "out")
-    data = DataConfig(path=str(folder / "private.jsonl"), max_length=16, eval_fraction=0.05)
+    data = DataConfig(path=str(folder / "private.jsonl"), max_length=16, eval=0.05)
     _, records = load_train_and_eval(data)
     rows = tokenize_records(records, tokenizer, data, (), "causal_lm", None)
     return measure(model, rows, RowCollator(pad_token_id=tokenizer.pad_token_id)).value
@@ -138,7 +138,7 @@ def test_the_text_of_a_sharded_model_is_measured_as_that_of_one_process(config, 
     values = {
         "path": "pairs.jsonl",
         "format": "prompt_completion",
-        "eval_fraction": 0.3,
+        "eval": 0.3,
         "metrics": ["rouge1", "rougeL"],
     }
     longer = ("public_pretrain.train.max_steps=80", "public_pretrain.train.learning_rate=0.01")

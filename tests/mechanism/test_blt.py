@@ -163,7 +163,7 @@ def config(**options):
 
 def test_a_plan_has_all_numbers_and_costs_its_target(tmp_path):
     """σ is that of one Gaussian release, since a complete run has sensitivity 1; the plan is read back."""
-    plan = make_plan(config(target_epsilon=3), 400, 120)
+    plan = make_plan(config(epsilon=3), 400, 120)
     noise, event = plan.mechanism.noise, plan.event
     assert plan.epsilon <= 3 and plan.epsilon > 2.99
     assert 1 - 1e-8 < event.sensitivity(120) <= 1
@@ -200,9 +200,7 @@ def test_it_has_less_noise_than_independent_noise_that_is_sampled():
     shares = []
     for passes in (1, 10):
         noise = {"kind": "blt", "buffers": 2}
-        plan = make_plan(
-            config(target_epsilon=8, delta=1e-6, expected_batch_size=1024, noise=noise), 42_061, 41 * passes
-        )
+        plan = make_plan(config(epsilon=8, delta=1e-6, expected_batch_size=1024, noise=noise), 42_061, 41 * passes)
         predicted = prediction(plan, Workload.prefix_sums(41 * passes))
         shares.append(predicted.noise / predicted.independent)
         assert plan.noise_multiplier == pytest.approx(0.65298, abs=1e-4)
@@ -219,7 +217,7 @@ def test_a_largest_batch_beside_a_fixed_one_is_refused():
 def test_sampling_that_amplifies_is_refused():
     """Rows drawn singly, or a rate below 1 in an event: no gain from sampling is accounted for."""
     with pytest.raises(ValueError, match="noise="):
-        users = {"unit": "user", "unit_column": "author", "max_rows_per_unit": 2, "sampling": "example"}
+        users = {"unit": "author", "max_rows_per_unit": 2, "sampling": "example"}
         make_plan(config(noise_multiplier=1.0, **users), 400, 10, num_examples=700)
     with pytest.raises(ValueError, match="gains"):
         step_of(1.0, sampling_rate=0.1)

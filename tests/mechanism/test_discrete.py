@@ -170,8 +170,8 @@ def test_a_step_with_a_useless_bound_costs_an_infinite_epsilon():
 def test_a_target_without_a_noise_is_refused_with_a_reason():
     """No ε above 600 is computed, and no noise helps where draws are nearly always too large."""
     for change, match in (
-        ({"target_epsilon": 601.0}, "above 600, the largest ε that is computed from Rényi divergences"),
-        ({"target_epsilon": 8.0, "max_batch_size": 20}, "cannot be reached: at a noise multiplier of 1000"),
+        ({"epsilon": 601.0}, "above 600, the largest ε that is computed from Rényi divergences"),
+        ({"epsilon": 8.0, "max_batch_size": 20}, "cannot be reached: at a noise multiplier of 1000"),
     ):
         with pytest.raises(ValueError, match=match):
             make_plan(privacy(noise_multiplier=None, **change), num_units=200, num_steps=20)
@@ -214,7 +214,7 @@ def test_a_plan_is_accounted_with_its_own_sensitivity():
     assert huge.max_batch_size < 200  # the margin of sums is not that of the whole population
     small = make_plan(privacy(max_batch_size=50), num_units=1000, num_steps=50)
     assert small.event.max_batch_size == 50 and small.epsilon > plan.epsilon
-    assert make_plan(privacy(noise_multiplier=None, target_epsilon=2.0), 1000, 50).epsilon <= 2
+    assert make_plan(privacy(noise_multiplier=None, epsilon=2.0), 1000, 50).epsilon <= 2
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_a_plan_is_accounted_with_its_own_sensitivity():
         ({"clipping": "quantile"}, "no accounting for clipping 'quantile'"),
         ({"selection": {"kind": "geometric", "mean": 3}}, "no Rényi bound of a selection of such runs"),
         (
-            {"unit": "user", "unit_column": "who", "max_rows_per_unit": 2, "sampling": "example"},
+            {"unit": "who", "max_rows_per_unit": 2, "sampling": "example"},
             "no accounting where single rows of users are drawn",
         ),
     ],

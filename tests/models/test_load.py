@@ -152,13 +152,13 @@ class TestPretrained:
 class TestPrepare:
     def test_lora_trains_its_factors_alone(self, folder, tokenizer):
         """The base does not change; the task type follows the recipe."""
-        model = load_model(ModelConfig(name=folder, peft=LORA), tokenizer)
+        model = load_model(ModelConfig(name=folder, adapter=LORA), tokenizer)
         assert trainable(model) and all("lora_" in name for name in trainable(model))
         assert model.peft_config["default"].task_type == "CAUSAL_LM"
 
     def test_the_factors_of_a_bfloat16_model_are_float32(self, folder, tokenizer):
         """Adapters keep full precision on a base in half precision."""
-        model = load_model(ModelConfig(name=folder, dtype="bfloat16", peft=LORA), tokenizer)
+        model = load_model(ModelConfig(name=folder, dtype="bfloat16", adapter=LORA), tokenizer)
         assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
 
     def test_frozen_patterns_are_not_trained(self, folder, tokenizer):
@@ -170,17 +170,17 @@ class TestPrepare:
     @pytest.mark.parametrize(
         ("values", "message"),
         [
-            ({"peft": {"rank": 2}}, "LoraConfig has no argument 'rank'"),
+            ({"adapter": {"rank": 2}}, "LoraConfig has no argument 'rank'"),
             (
-                {"peft": {"r": 2, "target_module": ["q_proj"]}},
+                {"adapter": {"r": 2, "target_module": ["q_proj"]}},
                 "no argument 'target_module'; did you mean 'target_modules'",
             ),
             (
-                {"peft": {"r": 2, "target_modules": ["query"]}},
+                {"adapter": {"r": 2, "target_modules": ["query"]}},
                 "target_modules names 'query', and the model has no such module",
             ),
-            ({"peft": {"r": 0, "target_modules": "all-linear"}}, "peft.r must be at least 1, got 0"),
-            ({"peft": {**LORA, "init_lora_weights": "eva"}}, "starts from statistics of the private data"),
+            ({"adapter": {"r": 0, "target_modules": "all-linear"}}, "peft.r must be at least 1, got 0"),
+            ({"adapter": {**LORA, "init_lora_weights": "eva"}}, "starts from statistics of the private data"),
             ({"freeze": ["transformer.*"]}, "no parameter is named like 'transformer"),
             ({"freeze": ["*"]}, "no trainable parameter"),
         ],
@@ -192,7 +192,7 @@ class TestPrepare:
 
     def test_base_and_adapters_can_be_made_apart(self, folder, tokenizer):
         """Public pretraining comes between the two."""
-        config = ModelConfig(name=folder, peft=LORA)
+        config = ModelConfig(name=folder, adapter=LORA)
         base = load_base_model(config, tokenizer)
         assert len(trainable(base)) == len(list(base.parameters()))
         assert all("lora_" in name for name in trainable(prepare_model(base, config)))
@@ -233,7 +233,7 @@ class TestTokenizer:
 def test_an_adapter_names_its_local_base_from_every_folder(folder, tokenizer, monkeypatch):
     """The card's code loads both in the adapter's folder, wherever the training was started."""
     monkeypatch.chdir(Path(folder).parent)
-    model = load_model(ModelConfig(name=f"./{Path(folder).name}", peft=LORA), tokenizer)
+    model = load_model(ModelConfig(name=f"./{Path(folder).name}", adapter=LORA), tokenizer)
     assert model.peft_config["default"].base_model_name_or_path == str(Path(folder).resolve())
 
 
@@ -243,9 +243,9 @@ def test_a_recipe_is_checked_without_weights_under_zero3_too(peft):
     pytest.importorskip("deepspeed", reason="needs DeepSpeed")
     llama = {"model_type": "llama", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32}
     llama |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
-    plain = skeleton(ModelConfig(config=llama, peft=peft))
+    plain = skeleton(ModelConfig(config=llama, adapter=peft))
     zero3 = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1})
     assert is_deepspeed_zero3_enabled() and zero3.is_zero3()
-    made = skeleton(ModelConfig(config=llama, peft=peft))
+    made = skeleton(ModelConfig(config=llama, adapter=peft))
     shapes = [{name: (p.shape, p.dtype, p.device.type) for name, p in m.named_parameters()} for m in (made, plain)]
     assert shapes[0] == shapes[1] and {kind for _, _, kind in shapes[0].values()} == {"meta"}

@@ -46,7 +46,7 @@ def test_it_computes_the_same_and_loads_as_an_ordinary_model(tmp_path, family, k
 
 def test_parts_that_are_trained_as_a_whole_are_in_it(tmp_path):
     """A head of modules_to_save is not a sum of factors."""
-    model = adapted(save_model(tmp_path), "nf4", peft={"modules_to_save": ["lm_head"], "target_modules": ["q_proj"]})
+    model = adapted(save_model(tmp_path), "nf4", adapter={"modules_to_save": ["lm_head"], "target_modules": ["q_proj"]})
     head = next(p for name, p in model.named_parameters() if "lm_head.modules_to_save" in name)
     with torch.no_grad():
         head.add_(1)
@@ -77,11 +77,11 @@ def test_adapters_that_cannot_be_merged_are_refused_before_the_training(tmp_path
     with pytest.raises(ConfigError, match="LoRA adapter"):
         refuse_unmergeable(scaled, NO_SHARDS)
     with pytest.raises(ConfigError, match="use_dora"):
-        refuse_unmergeable(adapted(folder, "nf4", peft={"use_dora": True}), NO_SHARDS)
+        refuse_unmergeable(adapted(folder, "nf4", adapter={"use_dora": True}), NO_SHARDS)
     tokens = {"trainable_token_indices": {"embed_tokens": [1, 2]}, "target_modules": ["q_proj"]}
     with pytest.raises(ConfigError, match="embed_tokens"):
-        refuse_unmergeable(adapted(folder, "nf4", peft=tokens), NO_SHARDS)
-    refuse_unmergeable(adapted(folder, None, peft=tokens), NO_SHARDS)
+        refuse_unmergeable(adapted(folder, "nf4", adapter=tokens), NO_SHARDS)
+    refuse_unmergeable(adapted(folder, None, adapter=tokens), NO_SHARDS)
     whole = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), LoraConfig(target_modules=["k_proj"]))
     with pytest.raises(ConfigError, match="DeepSpeed shards"):
         refuse_unmergeable(whole, SimpleNamespace(deepspeed_plugin=object()))

@@ -119,7 +119,7 @@ def test_a_recipe_builds_the_head_of_its_task(task):
 
     config = {"model_type": "bert", **{key: value for key, value in BERT.items() if key != "pad_token_id"}}
     asked = None if task in ("regression", "question_answering") else 3
-    section = ModelConfig(config=config, task=task, num_labels=asked, peft={"r": 2, "target_modules": "all-linear"})
+    section = ModelConfig(config=config, task=task, num_labels=asked, adapter={"r": 2, "target_modules": "all-linear"})
     model = load_model(section, Tokenizer())
     assert task_of(model) == task and model.config.num_labels == {"regression": 1, "question_answering": 2}.get(task, 3)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}

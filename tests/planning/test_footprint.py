@@ -98,7 +98,7 @@ def test_counts_are_those_of_the_model(config, kind, tied):
     """P, P_t and the largest trainable parameter equal the sums over an instantiated model, tied or not."""
     transposed = {"fan_in_fan_out": True} if config is GPT2 else {}
     frozen = ["*attention*"] if config is NEOX else ["*attn*"]
-    changes = {"full": {}, "lora": {"peft": {**LORA, **transposed}}, "freeze": {"freeze": frozen}}[kind]
+    changes = {"full": {}, "lora": {"adapter": {**LORA, **transposed}}, "freeze": {"freeze": frozen}}[kind]
     model = ModelConfig(config=config, tie_word_embeddings=tied, **changes)
     shape, real = shape_of_model(model), list(instantiated(model).parameters())
     trainable = [p.numel() for p in real if p.requires_grad]
@@ -107,7 +107,7 @@ def test_counts_are_those_of_the_model(config, kind, tied):
     assert shape.frozen == shape.total - shape.trainable
     assert shape.largest_trainable == max(trainable)
     assert (shape.num_layers, shape.hidden, shape.head.vocabulary, shape.head.tied) == (3, 64, 500, tied)
-    assert shape.block.has_adapters == ("peft" in changes)
+    assert shape.block.has_adapters == ("adapter" in changes)
 
 
 @pytest.mark.parametrize(("size", "total"), [("8B", 8_030_261_248), ("70B", 70_553_706_496), ("405B", 405_853_388_800)])
@@ -122,7 +122,7 @@ def test_llama3(size, total):
 def test_roles():
     """The matrices of a block are distinguished, also fused ones and those with adapters."""
     roles = {"qkv": 3, "attention_out": 1, "mlp_in": 2, "mlp_out": 1}
-    for changes in ({}, {"peft": LORA}):
+    for changes in ({}, {"adapter": LORA}):
         linears = shape_of_model(ModelConfig(config=LLAMA, **changes)).block.linears
         assert {role: sum(x.role == role for x in linears) for role in roles} == roles
         assert {x.rank for x in linears} == ({4} if changes else {0})
@@ -253,7 +253,7 @@ def measured(model, run):
 )
 def test_bytes_against_a_real_microbatch(config, dtype, bf16, peft, checkpointing):
     """Activations, book and peak of one process are within 25 % of the tensors that are alive in a real microbatch."""
-    model = ModelConfig(config=config, dtype=dtype, peft=peft, tie_word_embeddings=False)
+    model = ModelConfig(config=config, dtype=dtype, adapter=peft, tie_word_embeddings=False)
     run = run_of(bf16=bf16, checkpointing=checkpointing)
     result = footprint(shape_of_model(model), run)
     try:
@@ -270,7 +270,7 @@ def test_bytes_against_a_real_microbatch(config, dtype, bf16, peft, checkpointin
 
 def test_weights_of_one_process():
     """Weights are the parameters' own bytes: float32 adapters on a bfloat16 model."""
-    model = ModelConfig(config=LLAMA, dtype="bfloat16", peft=LORA)
+    model = ModelConfig(config=LLAMA, dtype="bfloat16", adapter=LORA)
     result = footprint(shape_of_model(model), run_of(bf16=True))
     assert result.kept.weights == sum(p.nbytes for p in instantiated(model).parameters())
 
@@ -285,7 +285,7 @@ def test_quantised_weights_are_their_stored_values_and_scales(tmp_path, config, 
     """Those of the loaded model: tables of codes, a few hundred bytes for each matrix, are left out."""
     pytest.importorskip("bitsandbytes", reason="pip install 'dpllm[quantization]'")
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).save_pretrained(tmp_path)
-    model = ModelConfig(name=str(tmp_path), quantization=quantization, peft=LORA)
+    model = ModelConfig(name=str(tmp_path), quantization=quantization, adapter=LORA)
     options = {"quantization_config": config_for(quantization, torch.float32)}
     loaded = prepare_model(AutoModelForCausalLM.from_pretrained(tmp_path, **options), model)
     make_ready(loaded)
@@ -307,7 +307,7 @@ def instantiated_matrices(config):
 @pytest.mark.parametrize(("optim", "each"), [("adamw_torch", 8), ("paged_adamw_8bit", 2), ("paged_adamw_32bit", 8)])
 def test_moments_of_8_bits_have_two_bytes_and_their_scales(optim, each):
     """A scale for 256 entries; paged ones are counted as if they stayed on the GPU."""
-    recipe, arguments = recipe_of("model.peft={r: 4, target_modules: all-linear}", f"train.optim={optim}")
+    recipe, arguments = recipe_of("model.adapter={r: 4, target_modules: all-linear}", f"train.optim={optim}")
     result = footprint_of_recipe(recipe, arguments, 100, "single", 1)
     scales = 8 * -(-result.shape.trainable // 256) if optim.endswith("8bit") else 0
     assert result.kept.optimizer == each * result.shape.trainable + scales
@@ -317,9 +317,9 @@ def test_moments_of_8_bits_have_two_bytes_and_their_scales(optim, each):
 
 def test_quantised_weights_have_no_estimate_where_they_are_sharded():
     """Such a run is refused, so the table has the engines that are left."""
-    recipe, arguments = recipe_of("model.peft={r: 4, target_modules: all-linear}", "model.quantization=nf4")
+    recipe, arguments = recipe_of("model.adapter={r: 4, target_modules: all-linear}", "model.quantization=nf4")
     assert engines_for(1, quantized=True) == ("single",) and engines_for(8, quantized=True) == ("ddp",)
-    whole, _ = recipe_of("model.peft={r: 4, target_modules: all-linear}")
+    whole, _ = recipe_of("model.adapter={r: 4, target_modules: all-linear}")
     less, more = (footprint_of_recipe(one, arguments, 100, "ddp", 2).kept.weights for one in (recipe, whole))
     assert less < more
     for engine in ("fsdp2", "zero2"):
@@ -374,7 +374,7 @@ def test_communication(shape):
 @pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine != "single"])
 def test_frozen_parameters_are_neither_summed_nor_optimized(engine):
     """With LoRA, sums and optimizer state scale with the adapters, weights with the model."""
-    adapted = shape_of_model(ModelConfig(config=LLAMA, peft=LORA))
+    adapted = shape_of_model(ModelConfig(config=LLAMA, adapter=LORA))
     result = footprint(adapted, run_of(engine, 8))
     assert result.kept.clipped_sum <= 4.5 * adapted.trainable and result.kept.optimizer <= 12 * adapted.trainable
     assert result.sent.sums <= 3 * 8 * adapted.trainable
@@ -384,7 +384,7 @@ def test_frozen_parameters_are_neither_summed_nor_optimized(engine):
 @pytest.mark.parametrize("engine", ["fsdp2", "zero2", "zero3"])
 def test_small_sums_are_kept_whole_and_reduced_once_per_step(engine):
     """Sums of adapters are sent once per step, those of all weights once per microbatch; one microbatch keeps none."""
-    adapted, full = (shape_of_model(ModelConfig(config=LLAMA, peft=peft)) for peft in (LORA, None))
+    adapted, full = (shape_of_model(ModelConfig(config=LLAMA, adapter=peft)) for peft in (LORA, None))
     for shape, small in ((adapted, True), (full, False)):
         runs = (dataclasses.replace(run_of(engine, 2), num_microbatches=count) for count in (1, 4))
         once, often = (footprint(shape, run) for run in runs)
@@ -418,7 +418,7 @@ def test_checkpointing_trades_activations(shape):
 def test_logits_of_a_head_in_chunks(shape):
     """A frozen head has no tensor of all logits; a trained one has none under checkpointing, unless it is sharded."""
     run = run_of(rows=8, tokens=2048)
-    lora = shape_of_model(llama3("8B", peft=LORA))
+    lora = shape_of_model(llama3("8B", adapter=LORA))
     chunked, whole = (footprint(lora, dataclasses.replace(run, head=head)).passing.logits for head in ("auto", "whole"))
     assert 10 * chunked < whole
     big = shape_of_model(llama3("8B"))
@@ -463,7 +463,7 @@ def test_a_recipe_s_noise_is_counted_where_it_is_stored(memory, noise, count):
     assert footprint_of_recipe(recipe, arguments, 1024, "ddp", 2).run.noise_tensors == count
     if noise == {"kind": "banded", "bands": "auto"}:
         return
-    privacy = dataclasses.replace(recipe.privacy, noise_multiplier=1.0, target_epsilon=None)
+    privacy = dataclasses.replace(recipe.privacy, noise_multiplier=1.0, epsilon=None)
     plan = make_plan(privacy, num_units=250_000, num_steps=40, workload=Workload.released([1.0] * 40))
     planned = footprint_of_recipe(recipe, arguments, plan, "ddp", 2).run.noise_tensors
     assert planned == count
@@ -567,13 +567,13 @@ def test_recipe_of_a_model_by_name(tmp_path):
 def test_recipe_with_microbatches_by_tokens():
     """B is the number of longest rows within the budget; if it is found on the GPU, the rows replace it."""
     for budget, expected in (("40", 1), ("4096", 4096 // 48), ("auto", 32)):
-        recipe, arguments = recipe_of(f"microbatch_tokens={budget}")
+        recipe, arguments = recipe_of(f"microbatch.tokens={budget}")
         assert footprint_of_recipe(recipe, arguments, 100, "single", 1).run.rows == expected
 
 
 def test_recipe_of_users():
     """A user's rows go through the model in several passes; at most one gradient is held in between."""
-    user = ("privacy.unit=user", "privacy.unit_column=author", "privacy.max_rows_per_unit=50")
+    user = ("data.columns.unit=author", "privacy.max_rows_per_unit=50")
     recipe, arguments = recipe_of(*user)
     result = footprint_of_recipe(recipe, arguments, 100, "fsdp2", 8)
     rows = arguments.per_device_train_batch_size
@@ -612,7 +612,9 @@ def scale_table():
     names += ["forming", "**total**", "80 GiB", "141 GB", "sent: microbatch", "step", "at 50 GB/s", "step, whole sums"]
     lines = ["| " + " | ".join(names) + " |", "|" + " --- |" * len(names)]
     for size, mode, gpus, engines in SCALE:
-        shape = shape_of_model(llama3(size, peft={"r": 16, "target_modules": "all-linear"} if mode == "LoRA" else None))
+        shape = shape_of_model(
+            llama3(size, adapter={"r": 16, "target_modules": "all-linear"} if mode == "LoRA" else None)
+        )
         for engine in engines:
             run = Run(
                 engine=engine,

@@ -86,14 +86,14 @@ def test_many_parameters_are_not_read_for_a_remark(recipe):
         (["train.max_steps=32"], "train.max_steps replaced"),
         (["privacy.noise=independent", "train.max_steps=32"], "privacy.noise and train.max_steps replaced"),
         (["train.max_steps=32", "train.learning_rate=1"], None),
-        (["privacy.target_epsilon=3"], None),
+        (["privacy.epsilon=3"], None),
         (["train.max_steps=32", "train.optim=sgd"], None),
         ([], None),
     ],
 )
 def test_a_training_says_that_an_override_leaves_the_rate_behind(recipe, overrides, named):
     """With the command that names another; a rate that is given as well is meant."""
-    if "privacy.target_epsilon=3" in overrides:
+    if "privacy.epsilon=3" in overrides:
         overrides = [*overrides, "privacy.noise_multiplier=null"]
     path = str(recipe(rate=0.5))
     remark = stale_rate(path, overrides, load_recipe(path, overrides))

@@ -100,7 +100,7 @@ def test_the_recipe_has_the_plan_that_was_computed(tmp_path, base_model, here, u
     units = unit_index_of(records, recipe.privacy)
     plan = plan_for(training_arguments(to_plan(recipe.train)), recipe.privacy, units, average=recipe.train["average"])
     assert plan == made.plan and plan.epsilon <= 8 and held_out is not None
-    assert recipe.privacy.unit == ("sequence" if unit_column is None else "user") == plan.unit
+    assert recipe.privacy.protects == ("sequence" if unit_column is None else "user") == plan.unit
     assert recipe.data.max_length == 64 == here.longest and recipe.data.long_records == "split"
     assert recipe.train["learning_rate"] > 1e-3 and plan.clip_norm == 0.1
 
@@ -110,9 +110,9 @@ def test_every_number_has_a_reason(tmp_path, base_model, here):
     made = new_recipe(wishes(write(tmp_path / "n.jsonl", notes(300, 4, 200)), base_model, unit_column="who"), here)
     reasons = {item.key: item.reason for item in made.settings}
     for key in (
-        *("data.max_length", "data.eval_fraction", "privacy.target_epsilon", "privacy.delta", "privacy.clip_norm"),
+        *("data.max_length", "data.eval", "privacy.epsilon", "privacy.delta", "privacy.clip_norm"),
         *("privacy.max_rows_per_unit", "privacy.expected_batch_size", "privacy.noise", "train.max_steps"),
-        *("train.learning_rate", "train.average", "train.lr_scheduler_type", "microbatch_tokens"),
+        *("train.learning_rate", "train.average", "train.lr_scheduler_type", "microbatch.tokens"),
     ):
         assert reasons[key], key
 
@@ -122,8 +122,8 @@ def test_what_a_person_chose_is_kept_and_marked(tmp_path, base_model, here):
     path = write(tmp_path / "n.jsonl", notes(300, 4, 200))
     own = {"max_length": 48, "held_out": 0.0, "adapter": True, "rank": 4, "rows": 7, "unit_column": "who"}
     made = new_recipe(wishes(path, base_model, epsilon=3.0, **own), here)
-    assert made.value("data.max_length") == 48 and made.value("data.eval_fraction") == 0
-    assert made.value("model.peft")["r"] == 4 and made.value("privacy.max_rows_per_unit") == 7
+    assert made.value("data.max_length") == 48 and made.value("data.eval") is None
+    assert made.value("model.adapter")["r"] == 4 and made.value("privacy.max_rows_per_unit") == 7
     assert made.plan.num_units == made.population == 200 and made.plan.target_epsilon == 3
     (length,) = (item.reason for item in made.settings if item.key == "data.max_length")
     assert "ε does not cover this choice" in length
@@ -133,7 +133,7 @@ def test_a_model_that_is_not_here(tmp_path):
     """Nothing is downloaded: an adapter, a usual size of weights, and a note."""
     path = write(tmp_path / "n.jsonl", notes(300, 4, 200))
     made = new_recipe(wishes(path, "nobody/nothing"), None)
-    assert made.value("model.peft")["r"] == 16 and made.value("model.dtype") == "auto"
+    assert made.value("model.adapter")["r"] == 16 and made.value("model.dtype") == "auto"
     assert made.value("train.gradient_checkpointing") is True and made.value("data.max_length") == 512
     assert any("not on this machine" in note for note in made.notes) and not made.look.measured
 
@@ -170,13 +170,13 @@ def test_chats_are_split_and_keep_their_column(tmp_path, base_model, here):
     """With a tokenizer that has a template."""
     said = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "dog"}]
     path = write(tmp_path / "n.jsonl", ({"talk": said} for _ in range(200)))
-    data = {"format": "chat", "messages_column": "talk"}
+    data = {"format": "chat", "columns": {"messages": "talk"}}
     with pytest.raises(ConfigError, match="has no chat template"):
         new_recipe(wishes(path, base_model, data=data), here)
     tokenizer = copy.deepcopy(here.tokenizer)
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
     made = new_recipe(wishes(path, base_model, data=data), dataclasses.replace(here, tokenizer=tokenizer))
-    assert made.value("data.messages_column") == "talk" and made.value("data.long_records") == "split"
+    assert made.value("data.columns") == {"messages": "talk"} and made.value("data.long_records") == "split"
 
 
 def test_an_encoder_decoder_gets_its_task(here):
@@ -233,6 +233,6 @@ def test_a_large_model_gets_an_adapter(tmp_path, base_model, here):
     large = dataclasses.replace(here, parameters=2_000_000_000)
     path = write(tmp_path / "n.jsonl", notes(300, 4, 200))
     made = new_recipe(wishes(path, base_model), large)
-    assert made.value("model.peft")["r"] == 16 and made.value("train.gradient_checkpointing") is True
+    assert made.value("model.adapter")["r"] == 16 and made.value("train.gradient_checkpointing") is True
     whole = new_recipe(wishes(path, base_model, adapter=False), large)
-    assert all(item.key != "model.peft" for item in whole.settings)
+    assert all(item.key != "model.adapter" for item in whole.settings)

@@ -27,7 +27,7 @@ from tests.small_model import WORDS
 RECIPE = """
 model: {{name: {model}}}
 data: {{path: {folder}/private.jsonl, max_length: 32}}
-privacy: {{target_epsilon: 8, clip_norm: 1, expected_batch_size: 20, delta: 1.0e-4, dataset: words,
+privacy: {{epsilon: 8, clip_norm: 1, expected_batch_size: 20, delta: 1.0e-4, dataset: words,
   max_batch_size: 60}}
 train: {{output_dir: {folder}/out, max_steps: 40, per_device_train_batch_size: 32, use_cpu: true,
   dataloader_pin_memory: false}}
@@ -51,7 +51,7 @@ def suggested(path: Path, *overrides: str) -> Suggested:
     return suggested_run(load_recipe(path, overrides), UnitIndex.one_row_per_unit(2000))
 
 
-FIXED = ["privacy.target_epsilon=null", "privacy.noise_multiplier=1.5"]
+FIXED = ["privacy.epsilon=null", "privacy.noise_multiplier=1.5"]
 BANDS = [*FIXED, "privacy.noise={kind: banded, bands: 4}"]
 
 
@@ -157,11 +157,11 @@ def test_public_text_that_is_the_private_data_is_refused_by_name(path, tmp_path)
     for name in (tmp_path / "private.jsonl", tmp_path / "link.jsonl", tmp_path / "*.jsonl", tmp_path):
         with pytest.raises(DataError, match="is a source of the private records"):
             public_section(recipe, str(name))
-    held_out = load_recipe(path, [f"data.eval_path={tmp_path}/public.jsonl"])
+    held_out = load_recipe(path, [f"data.eval={tmp_path}/public.jsonl"])
     with pytest.raises(DataError, match="is a source of the private records"):
         public_section(held_out, f"{tmp_path}/public.jsonl")
-    public = load_recipe(path, [f"data.eval_path={tmp_path}/public.jsonl", "data.eval_is_public=true"])
-    assert public_section(public, f"{tmp_path}/public.jsonl").eval_path is None
+    public = load_recipe(path, [f"data.eval={tmp_path}/public.jsonl", "data.eval.public=true"])
+    assert public_section(public, f"{tmp_path}/public.jsonl").eval.path is None
     (tmp_path / "private.jsonl").unlink()  # also where it is absent
     with pytest.raises(DataError, match="is a source of the private records"):
         public_section(recipe, f"{tmp_path}/private.jsonl")
@@ -232,7 +232,7 @@ def test_a_training_is_one_of_the_product_with_the_plans_mechanism(path, tmp_pat
     options = ["--dataset", "words", "--epsilon", "9", "--delta", "1e-4", "--num-units", "2000"]
     command(["budget", "create", str(budget), *options])
     two = [*FIXED, "privacy.noise={kind: banded, bands: 2}"]
-    best = ["train.save_strategy=best", "train.metric_for_best_model=loss", "data.eval_is_public=true"]
+    best = ["train.save_strategy=best", "train.metric_for_best_model=loss", "data.eval.public=true"]
     run = suggested(path, *two, *best, f"privacy.budget_file={budget}", "privacy.clipping=automatic")
     section = public_section(run.recipe, f"{tmp_path}/public.jsonl")
     material = load_material(run.recipe, section, tmp_path / "start", [])

@@ -52,7 +52,7 @@ def by_clipper(model: ModelConfig) -> list[str]:
 )
 def test_the_modules_are_those_that_the_clipper_finds(config, peft, expected):
     """Mamba's mixers, sinks of attention, and the parameters of differential attention have no taps."""
-    model = ModelConfig(config=config, peft=peft)
+    model = ModelConfig(config=config, adapter=peft)
     paths = row_by_row_modules(model)
     assert paths == by_clipper(model) and len(paths) == expected
 

@@ -18,7 +18,7 @@ from dpllm.training.preflight import PLAIN
 RECIPE = """
 model: {config: {model_type: gpt2}}
 data: {path: absent.jsonl, max_length: 16}
-privacy: {target_epsilon: 8, clip_norm: 1, expected_batch_size: 10, max_batch_size: 60}
+privacy: {epsilon: 8, clip_norm: 1, expected_batch_size: 10, max_batch_size: 60}
 train: {max_steps: 60, output_dir: out}
 """
 UNITS = UnitIndex.one_row_per_unit(200)
@@ -62,7 +62,7 @@ def test_the_rate_is_the_rule_with_the_step_ratio_of_the_plan(path):
     assert run.predicted is not None and run.step_ratio == run.predicted.step_ratio > 1.5
     rate = run.rate_for(WeightSize(0.1, 9, "of 9 weights"))
     assert rate.key == RATE and rate.value == pytest.approx(0.3 * 0.1 / 60**0.5 * run.step_ratio, rel=0.05)
-    fixed = run_of(path, "privacy.target_epsilon=null", "privacy.noise_multiplier=2")
+    fixed = run_of(path, "privacy.epsilon=null", "privacy.noise_multiplier=2")
     assert fixed.step_ratio == 1 and values(fixed)["privacy.noise"] == "independent"
     assert "fixes σ" in next(item.reason for item in fixed.settings if item.key == "privacy.noise")
 
@@ -70,7 +70,7 @@ def test_the_rate_is_the_rule_with_the_step_ratio_of_the_plan(path):
 def test_another_optimizer_becomes_adamw_and_its_options_go(path):
     """The rule is for AdamW; an AdamW of another kind stays."""
     other = ["train.optim=sgd", "train.optim_args=momentum=0.9", "train.weight_decay=0.1", "train.adam_beta1=0.5"]
-    other += ["privacy.target_epsilon=null", "privacy.noise_multiplier=2"]
+    other += ["privacy.epsilon=null", "privacy.noise_multiplier=2"]
     found = values(run_of(path, *other))
     assert found["train.optim"] == "adamw_torch" and found["train.optim_args"] is None
     assert found["train.weight_decay"] == 0 and found["train.adam_beta1"] == 0.9
@@ -100,7 +100,7 @@ def test_a_strategy_is_kept_and_bands_are_chosen_again(path):
 def test_rows_that_are_drawn_singly_keep_independent_noise(path):
     """Correlated noise has no accounting for them."""
     recipe = load_recipe(path, ["train.max_steps=10"])
-    users = {"unit": "user", "unit_column": "who", "max_rows_per_unit": 2, "sampling": "example"}
+    users = {"unit": "who", "max_rows_per_unit": 2, "sampling": "example"}
     privacy = dataclasses.replace(recipe.privacy, **users, max_batch_size=None)
     run = suggested_run(
         dataclasses.replace(recipe, privacy=privacy), UnitIndex.from_ids([number // 2 for number in range(200)], 2)
@@ -117,23 +117,23 @@ def test_discrete_noise_stays_independent(path):
 
 def test_few_steps_have_no_warm_up(path):
     """A tenth of them would be one step with a rate of 0."""
-    found = values(run_of(path, "train.max_steps=5", "privacy.target_epsilon=null", "privacy.noise_multiplier=2"))
+    found = values(run_of(path, "train.max_steps=5", "privacy.epsilon=null", "privacy.noise_multiplier=2"))
     assert found["train.lr_scheduler_type"] == "constant" and found["train.warmup_steps"] == 0
 
 
 def test_remarks_on_adapters_and_on_noise_near_the_epsilon_of_adam(path):
     """Two settings that are legal, and were or would be worse."""
-    lora = run_of(path, "model.peft={r: 4}", "privacy.target_epsilon=null", "privacy.noise_multiplier=2")
+    lora = run_of(path, "model.adapter={r: 4}", "privacy.epsilon=null", "privacy.noise_multiplier=2")
     notes = " ".join(lora.with_rate(lora.rate_for(WeightSize(0.1, 9, "x"))).notes)
     assert "modules_to_save" in notes and "adam_epsilon" not in notes
-    small = run_of(path, "train.adam_epsilon=0.1", "privacy.target_epsilon=null", "privacy.noise_multiplier=2")
+    small = run_of(path, "train.adam_epsilon=0.1", "privacy.epsilon=null", "privacy.noise_multiplier=2")
     assert "lower train.adam_epsilon" in " ".join(small.with_rate(small.rate_for(WeightSize(0.1, 9, "x"))).notes)
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["privacy.noise_multiplier=0", "privacy.target_epsilon=null"], "trains without privacy"),
+        (["privacy.noise_multiplier=0", "privacy.epsilon=null"], "trains without privacy"),
         (["privacy.selection={kind: logarithmic, mean: 10}", "privacy.max_batch_size=null"], "leave privacy.selection"),
     ],
 )

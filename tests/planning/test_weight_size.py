@@ -79,16 +79,16 @@ def test_several_files_are_read_by_their_index(folder, tmp_path):
 def test_new_adapters_have_the_size_of_their_initialisation(folder, kind):
     """One factor of LoRA is zero at the start and left out."""
     peft = {"r": 16, "target_modules": "all-linear", "init_lora_weights": kind}
-    section = ModelConfig(name=str(folder), peft=peft)
+    section = ModelConfig(name=str(folder), adapter=peft)
     torch.manual_seed(0)
     assert size_of_model(section).rms == pytest.approx(rms_of(loaded(section)), rel=0.05)
-    with_head = ModelConfig(name=str(folder), peft={**peft, "modules_to_save": ["embed_tokens", "lm_head"]})
+    with_head = ModelConfig(name=str(folder), adapter={**peft, "modules_to_save": ["embed_tokens", "lm_head"]})
     assert size_of_model(with_head).rms == pytest.approx(rms_of(loaded(with_head)), rel=0.05)
 
 
 def test_adapters_of_unknown_size_are_refused(folder):
     """Their factors come from the weights."""
-    section = ModelConfig(name=str(folder), peft={"target_modules": "all-linear", "init_lora_weights": "pissa"})
+    section = ModelConfig(name=str(folder), adapter={"target_modules": "all-linear", "init_lora_weights": "pissa"})
     with pytest.raises(ConfigError, match="pissa"):
         size_of_model(section)
 

@@ -133,7 +133,7 @@ def test_users_drawn_whole_and_row_by_row_share_a_budget(tmp_path: Path) -> None
     """Both ways of sampling users are about the same unit, and compose."""
     path = tmp_path / "b.json"
     create_budget(path, **{**HEAD, "unit": "user", "epsilon": 20.0}, unit_column="author")
-    users = {"unit": "user", "unit_column": "author", "max_rows_per_unit": 2}
+    users = {"unit": "author", "max_rows_per_unit": 2}
     whole = make(**users)
     settings = {"noise_multiplier": 2.0, "clip_norm": 0.5, "expected_batch_size": 20, "delta": 1e-5, **users}
     single = make_plan(PrivacyConfig(**settings, sampling="example"), 1000, 30, num_examples=1800)
@@ -151,8 +151,8 @@ def test_users_drawn_whole_and_row_by_row_share_a_budget(tmp_path: Path) -> None
         ({}, "letters", "dataset is 'chats' there and 'letters' here"),
         ({"dataset": "letters"}, "chats", "dataset of the plan is 'chats' there and 'letters' here"),
         ({"num_units": 999}, "chats", "num_units is 1000 there and 999 here"),
-        ({"unit": "user", "unit_column": "id", "max_rows_per_unit": 2}, "chats", "unit is 'sequence' there and 'user'"),
-        ({"unit": "user", "unit_column": "id", "max_rows_per_unit": 2}, "chats", "unit_column is None there and 'id'"),
+        ({"unit": "id", "max_rows_per_unit": 2}, "chats", "unit is 'sequence' there and 'user'"),
+        ({"unit": "id", "max_rows_per_unit": 2}, "chats", "unit_column is None there and 'id'"),
         ({"seed": 0}, "chats", "a run with a fixed seed is not private"),
         ({"noise_multiplier": 0}, "chats", "a run without noise is not private"),
     ],

@@ -110,7 +110,7 @@ def test_ledger_of_another_plan_is_refused(tmp_path: Path) -> None:
     [
         {"dataset": "letters"},
         {"num_units": 999},
-        {"unit": "user", "unit_column": "author", "max_rows_per_unit": 4},
+        {"unit": "author", "max_rows_per_unit": 4},
     ],
 )
 def test_different_data_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
@@ -125,7 +125,7 @@ def test_different_data_are_refused(tmp_path: Path, change: dict[str, Any]) -> N
 def test_user_columns_must_agree(tmp_path: Path) -> None:
     """Users by two different columns are two units."""
     for name in ("author", "team"):
-        make_run(tmp_path / name, unit="user", unit_column=name, max_rows_per_unit=4)
+        make_run(tmp_path / name, unit=name, max_rows_per_unit=4)
     with pytest.raises(ValueError, match="author"):
         compose([tmp_path / "author", tmp_path / "team"])
     assert dict(composition_rows(compose([tmp_path / "team"])))["unit of privacy"] == "one user (column team) of 1,000"
@@ -183,6 +183,6 @@ def test_a_data_set_that_has_grown_composes(tmp_path: Path) -> None:
     found = compose(folders, shared_people=True)
     assert found.epsilon == epsilon([(one.event, 50), (two.event, 50)], 1e-5) > max(one.epsilon, two.epsilon)
     assert (found.dataset, found.num_units) == ("chats and chats of May", 1500)
-    make_run(tmp_path / "users", unit="user", unit_column="author", max_rows_per_unit=4)
+    make_run(tmp_path / "users", unit="author", max_rows_per_unit=4)
     with pytest.raises(ValueError, match="protect"):
         compose([*folders, tmp_path / "users"], shared_people=True)

@@ -52,7 +52,7 @@ def test_full_batches_need_the_noise_of_the_analytic_gaussian_mechanism(target):
 @pytest.mark.parametrize("target", EXTREMES)
 def test_sampled_steps_cost_what_another_accountant_says(target):
     """dp_accounting's ε of the plan's σ, on a grid of 10,000 widths, is the target to half a percent."""
-    privacy = PrivacyConfig(target_epsilon=target, delta=DELTA, clip_norm=1.0, expected_batch_size=1000)
+    privacy = PrivacyConfig(epsilon=target, delta=DELTA, clip_norm=1.0, expected_batch_size=1000)
     plan = make_plan(privacy, num_units=50_000, num_steps=1500)
     accountant = PLDAccountant(value_discretization_interval=target / 10_000)
     step = dp_event.PoissonSampledDpEvent(0.02, dp_event.GaussianDpEvent(plan.noise_multiplier))

@@ -71,7 +71,7 @@ def test_the_guarantee_of_other_steps_has_their_epsilon() -> None:
 
 def plans() -> list[Plan]:
     """Return the plan of a training, of a tuning, and of a run of a method."""
-    settings = {"target_epsilon": 3.0, "clip_norm": 1.0, "expected_batch_size": 20, "delta": DELTA}
+    settings = {"epsilon": 3.0, "clip_norm": 1.0, "expected_batch_size": 20, "delta": DELTA}
     query = QueryPlan(
         method="label counts",
         unit="sequence",

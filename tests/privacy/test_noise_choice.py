@@ -26,7 +26,7 @@ def approximate_noise(epsilon, delta, event_of, num_steps):
 
 
 def plan_of(noise, workload=LINEAR, **change):
-    settings = {"target_epsilon": 3.0, "clip_norm": 0.5, "expected_batch_size": B, "delta": DELTA, "noise": noise}
+    settings = {"epsilon": 3.0, "clip_norm": 0.5, "expected_batch_size": B, "delta": DELTA, "noise": noise}
     settings["max_batch_size"] = 200  # choosing it takes most of the time
     return make_plan(PrivacyConfig(**{**settings, **change}), N, T, workload=workload)
 
@@ -76,11 +76,11 @@ def test_auto_takes_the_fewest_bands_that_are_nearly_the_best():
 
 def test_less_epsilon_takes_fewer_bands():
     """With more noise the rounds of larger samples cost more than the correlation saves."""
-    bands = [plan_of("banded", target_epsilon=epsilon).to_dict()["noise"]["bands"] for epsilon in (0.3, 8.0)]
+    bands = [plan_of("banded", epsilon=epsilon).to_dict()["noise"]["bands"] for epsilon in (0.3, 8.0)]
     assert bands[0] < bands[1]
 
 
-@pytest.mark.parametrize("change", [{"target_epsilon": None}, {}])
+@pytest.mark.parametrize("change", [{"epsilon": None}, {}])
 def test_auto_with_a_given_sigma_is_refused(change):
     """At one σ more bands cost more ε: there is nothing to compare."""
     with pytest.raises(ValueError, match="Give target_epsilon") as found:
@@ -92,10 +92,10 @@ def test_auto_with_a_given_sigma_is_refused(change):
 
 def test_auto_over_single_rows_is_refused():
     """As any other number of bands."""
-    user = {"unit": "user", "unit_column": "id", "max_rows_per_unit": 2, "sampling": "example"}
+    user = {"unit": "id", "max_rows_per_unit": 2, "sampling": "example"}
     with pytest.raises(ValueError, match="accounting where"):
         make_plan(
-            PrivacyConfig(target_epsilon=3.0, clip_norm=1.0, expected_batch_size=20, noise="banded", **user),
+            PrivacyConfig(epsilon=3.0, clip_norm=1.0, expected_batch_size=20, noise="banded", **user),
             N,
             T,
             num_examples=900,
@@ -104,7 +104,7 @@ def test_auto_over_single_rows_is_refused():
 
 def test_a_run_of_one_step_and_one_of_full_batches_have_one_band():
     """No later step could cancel noise, or no group would have a batch."""
-    settings = {"target_epsilon": 3.0, "clip_norm": 0.5, "noise": "banded", "delta": DELTA, "max_batch_size": N}
+    settings = {"epsilon": 3.0, "clip_norm": 0.5, "noise": "banded", "delta": DELTA, "max_batch_size": N}
     for size, steps in ((B, 1), (N, 5)):
         plan = make_plan(PrivacyConfig(expected_batch_size=size, **settings), N, steps)
         assert plan.to_dict()["noise"] == {"kind": "banded", "bands": 1}
@@ -138,7 +138,7 @@ def test_a_loaded_plan_has_its_strategy_and_optimises_nothing(strategy, tmp_path
 
 def test_options_of_a_recipe_are_checked_when_it_is_read():
     """Before data are read."""
-    settings = {"target_epsilon": 3.0, "clip_norm": 0.5, "expected_batch_size": B}
+    settings = {"epsilon": 3.0, "clip_norm": 0.5, "expected_batch_size": B}
     for noise, text in (
         ({"kind": "banded", "bands": 3, "stratgy": "free"}, "noise.stratgy is not an option of 'banded'"),
         ({"kind": "banded", "bands": 2, "strategy": "free", "coefficients": [1.0, 0.5]}, "at most 1 is needed"),
@@ -147,7 +147,7 @@ def test_options_of_a_recipe_are_checked_when_it_is_read():
         with pytest.raises(ConfigError, match=text):
             PrivacyConfig(noise=noise, **settings)
     own = {"kind": "banded", "bands": 2, "strategy": "free", "coefficients": [0.8, 0.5]}
-    assert plan_of(own, target_epsilon=None, noise_multiplier=1.0).to_dict()["noise"] == own
+    assert plan_of(own, epsilon=None, noise_multiplier=1.0).to_dict()["noise"] == own
 
 
 def test_the_prediction_compares_with_independent_noise_at_the_same_epsilon():
@@ -165,7 +165,7 @@ def test_the_prediction_compares_with_independent_noise_at_the_same_epsilon():
     assert found.step_ratio == pytest.approx(per_step / plain.noise_multiplier, rel=5e-3) and found.step_ratio > 2
     assert "learning rate" in found.step_words(divides=True) and "learning rate" not in found.step_words(divides=False)
     assert prediction(plain, LINEAR) is None
-    silent = plan_of({"kind": "banded", "bands": 4}, noise_multiplier=0.0, target_epsilon=None)
+    silent = plan_of({"kind": "banded", "bands": 4}, noise_multiplier=0.0, epsilon=None)
     assert prediction(silent, LINEAR) is None
     assert any("geometric with ratio" in value for _, value in format_plan(plan))
 
@@ -181,7 +181,7 @@ def test_no_candidate_that_reaches_the_target(monkeypatch):
 @pytest.mark.parametrize("strategy", ["free", "geometric"])
 def test_the_noise_of_a_plan_is_a_noise_of_a_recipe(strategy):
     """For a resume on software that would find other digits: the numbers are used as they are, for any workload."""
-    given = {"noise_multiplier": 1.0, "target_epsilon": None}
+    given = {"noise_multiplier": 1.0, "epsilon": None}
     plan = plan_of({"kind": "banded", "bands": 3, "strategy": strategy}, **given)
     other = Workload.released([1.0] * T, 0.5)
     assert plan_of(plan.to_dict()["noise"], other, **given) == plan

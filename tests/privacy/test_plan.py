@@ -38,7 +38,7 @@ def test_noise_sampler_and_event_come_from_the_plan() -> None:
 @pytest.mark.parametrize("adjacency", ["zero-out", "replace-one"])
 def test_calibrated_plan_keeps_its_target(adjacency: str) -> None:
     """With a target ε, the planned ε is at most that, under the adjacency asked for."""
-    config = privacy(noise_multiplier=None, target_epsilon=3, adjacency=adjacency)
+    config = privacy(noise_multiplier=None, epsilon=3, adjacency=adjacency)
     plan = make_plan(config, num_units=1000, num_steps=50)
     assert 2.99 < plan.epsilon <= 3
     assert plan.epsilon == plan.epsilon_under(adjacency)
@@ -67,7 +67,7 @@ def test_given_bound_is_kept_and_never_above_the_units() -> None:
         ({}, 19, 5, "expected_batch_size=20 exceeds the number of units, 19"),
         ({"delta": 1e-3}, 1000, 5, r"delta=0.001 is not below 1/N = 0.001 for N=1000"),
         ({"delta": 0.5}, 1000, 5, r"Take 1/\(10 N\) = 0.0001"),
-        ({"noise_multiplier": None, "target_epsilon": 1e-5}, 1000, 5, "target_epsilon=1e-05 cannot be reached"),
+        ({"noise_multiplier": None, "epsilon": 1e-5}, 1000, 5, "target_epsilon=1e-05 cannot be reached"),
     ],
 )
 def test_impossible_plan_is_refused(change: dict[str, Any], units: int, steps: int, match: str) -> None:
@@ -78,7 +78,7 @@ def test_impossible_plan_is_refused(change: dict[str, Any], units: int, steps: i
 
 def test_saved_plan_loads_equal(tmp_path: Path) -> None:
     """A plan survives the file with its hash."""
-    plan = make_plan(privacy(unit="user", unit_column="id", max_rows_per_unit=3), 1000, 50)
+    plan = make_plan(privacy(unit="id", max_rows_per_unit=3), 1000, 50)
     plan.save(tmp_path / "plan.json")
     loaded = PrivacyPlan.load(tmp_path / "plan.json")
     assert loaded == plan and loaded.hash == plan.hash
@@ -189,7 +189,7 @@ def test_contradictory_plan_is_refused(change: dict[str, Any], match: str) -> No
 
 
 def by_example(**change: Any) -> PrivacyConfig:
-    users = {"unit": "user", "unit_column": "id", "max_rows_per_unit": 4, "sampling": "example"}
+    users = {"unit": "id", "max_rows_per_unit": 4, "sampling": "example"}
     return privacy(**users, **change)
 
 
@@ -210,7 +210,7 @@ def test_rows_drawn_singly_are_planned_over_rows() -> None:
     whole = make_plan(privacy(), num_units=1000, num_steps=50)
     assert plan.epsilon > epsilon([(whole.event, 50)], plan.delta)
     assert ("rows, each drawn and clipped by itself", "1,000") in format_plan(plan)
-    calibrated = make_plan(by_example(noise_multiplier=None, target_epsilon=5), 500, 50, 1000)
+    calibrated = make_plan(by_example(noise_multiplier=None, epsilon=5), 500, 50, 1000)
     assert 4.99 < calibrated.epsilon <= 5
 
 
@@ -231,11 +231,11 @@ def test_impossible_numbers_of_rows_are_refused(units: int, examples: int | None
 
 def test_a_run_stops_before_the_step_that_would_exceed_the_budget() -> None:
     """With σ and a target, as many steps are planned as keep to it, and one more would not."""
-    plan = make_plan(privacy(target_epsilon=2.0), num_units=1000, num_steps=500)
+    plan = make_plan(privacy(epsilon=2.0), num_units=1000, num_steps=500)
     assert plan.num_steps_wanted == 500 and 0 < plan.num_steps < 500
     assert plan.epsilon <= 2.0 < epsilon([(plan.event, plan.num_steps + 1)], plan.delta)
     assert ("steps asked for, more than the budget allows", "500") in format_plan(plan)
-    enough = make_plan(privacy(target_epsilon=30.0), num_units=1000, num_steps=50)
+    enough = make_plan(privacy(epsilon=30.0), num_units=1000, num_steps=50)
     assert enough.num_steps == 50 and enough.num_steps_wanted is None
 
 
@@ -246,13 +246,13 @@ def test_a_run_stops_before_the_step_that_would_exceed_the_budget() -> None:
             {"on_budget": "error"},
             r'500 steps at noise_multiplier=1 cost ε = .* of them would stay within it.*on_budget="stop"',
         ),
-        ({"target_epsilon": 0.01}, "0 of them would stay within it.*or take a larger one"),
+        ({"epsilon": 0.01}, "0 of them would stay within it.*or take a larger one"),
     ],
 )
 def test_a_budget_that_does_not_suffice_is_refused(change: dict[str, Any], match: str) -> None:
     """With on_budget="error" the run does not begin; nor does one whose first step is too much."""
     with pytest.raises(ValueError, match=match):
-        make_plan(privacy(**{"target_epsilon": 2.0, **change}), num_units=1000, num_steps=500)
+        make_plan(privacy(**{"epsilon": 2.0, **change}), num_units=1000, num_steps=500)
 
 
 def test_seeded_plan_says_so_first() -> None:

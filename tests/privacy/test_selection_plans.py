@@ -45,8 +45,8 @@ def ledger_of(path: Path, plan: PrivacyPlan, steps: int, resumed: int = 0, end: 
 
 def test_the_target_is_met_by_the_selection():
     """σ is larger than for one run, and ε of the plan is at most the target; no draw is truncated."""
-    plan, single = plan_of(target_epsilon=2, noise_multiplier=None), plan_of(noise_multiplier=1.0, selection=None)
-    alone = make_plan(PrivacyConfig(target_epsilon=2, clip_norm=1, expected_batch_size=20), 1000, 20)
+    plan, single = plan_of(epsilon=2, noise_multiplier=None), plan_of(noise_multiplier=1.0, selection=None)
+    alone = make_plan(PrivacyConfig(epsilon=2, clip_norm=1, expected_batch_size=20), 1000, 20)
     assert 1.99 < plan.epsilon <= 2 and plan.noise_multiplier > alone.noise_multiplier
     assert plan.max_batch_size == 1000 and single.max_batch_size < 1000
     assert epsilon(plan.history_of_run, plan.delta) < plan.epsilon
@@ -69,9 +69,9 @@ def test_it_is_saved_and_read_with_its_hash(tmp_path):
         {"seed": 1},
         {"max_batch_size": 100},
         {"stop": "independent"},
-        {"target_epsilon": 8},
+        {"epsilon": 8},
         {"budget_file": "b", "dataset": "d"},
-        {"unit": "user", "unit_column": "u", "max_rows_per_unit": 3, "sampling": "example"},
+        {"unit": "u", "max_rows_per_unit": 3, "sampling": "example"},
         {"selection": "best"},
         {"selection": {"kind": "logarithmic", "mean": 0}},
         {"selection": 10},

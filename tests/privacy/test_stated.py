@@ -33,7 +33,7 @@ T, BANDS = 40, 4
 
 def plan_of(**change: Any) -> PrivacyPlan:
     settings: dict[str, Any] = {
-        "target_epsilon": 3.0,
+        "epsilon": 3.0,
         "clip_norm": 0.5,
         "expected_batch_size": 20,
         "delta": 1e-5,
@@ -48,9 +48,7 @@ def banded_plan() -> PrivacyPlan:
     return plan_of()
 
 
-BLT = PrivacyConfig(
-    target_epsilon=8.0, clip_norm=1.0, expected_batch_size=5, delta=1e-3, noise={"kind": "blt", "buffers": 1}
-)
+BLT = PrivacyConfig(epsilon=8.0, clip_norm=1.0, expected_batch_size=5, delta=1e-3, noise={"kind": "blt", "buffers": 1})
 
 
 def run_for(folder: Path, plan: PrivacyPlan, num_steps: int, budget: str | None = None) -> SharedLedger:
@@ -118,7 +116,7 @@ def test_a_resumed_run_ends_where_the_target_would_be_exceeded(tmp_path: Path, f
 @pytest.mark.parametrize("starts", [(5, 0), deep_case((5, 0, 0)), (5, 3, 0), deep_case((8, 0))])
 def test_a_resume_without_a_step_begins_a_new_cycle_too(tmp_path: Path, starts: tuple[int, ...]) -> None:
     """It was planned to go on from there: report, `dpllm verify`, composition and budget count its planned steps so."""
-    plan, file = plan_of(noise_multiplier=1.0, target_epsilon=50.0), tmp_path / "chats.budget.json"
+    plan, file = plan_of(noise_multiplier=1.0, epsilon=50.0), tmp_path / "chats.budget.json"
     create_budget(file, dataset="chats", epsilon=60.0, delta=1e-5, unit="sequence", num_units=1000)
     folder = tmp_path / "run"
     for num_steps in starts[:-1]:
@@ -199,7 +197,7 @@ def test_dp_sgd_is_never_cut(tmp_path: Path) -> None:
 
 def test_without_a_target_a_resumed_run_keeps_to_the_epsilon_of_its_plan(tmp_path: Path) -> None:
     """σ was given; the plan's printed ε still holds."""
-    plan = plan_of(target_epsilon=None, noise_multiplier=1.5)
+    plan = plan_of(epsilon=None, noise_multiplier=1.5)
     for first, allowed in ((8, None), (6, 38)):
         ledger = run_for(tmp_path / str(first), plan, first)
         assert steps_allowed(plan, read_ledger(ledger.path)) == allowed
@@ -290,7 +288,7 @@ def test_a_budget_without_room_for_the_plan_refuses_a_resume_that_would_be_cheap
     resumed = SharedLedger.open(ledger.path, plan, Processes(), str(file))
     resumed.append_end("a power cut", independent=True)
     resumed.close()
-    small = make_plan(dataclasses.replace(BLT, dataset="chats", target_epsilon=1.0), 20, 1)
+    small = make_plan(dataclasses.replace(BLT, dataset="chats", epsilon=1.0), 20, 1)
     charge(file, small, "chats")
     left = [(plan.event, 4), (plan.event, 4), (small.event, 1)]
     assert epsilon(left, plan.delta) < 8.0 < epsilon([(plan.event, 8), (small.event, 1)], plan.delta)

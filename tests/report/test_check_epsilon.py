@@ -112,7 +112,7 @@ def test_it_is_short_and_needs_only_numpy() -> None:
     assert "__import__" not in text and "importlib" not in text
 
 
-USERS = {"unit": "user", "unit_column": "author", "max_rows_per_unit": 4}
+USERS = {"unit": "author", "max_rows_per_unit": 4}
 KINDS: dict[str, tuple[dict[str, Any], tuple[int, ...], dict[str, Any]]] = {
     "truncated often": ({"max_batch_size": 24}, (STEPS,), {"reason": "completed"}),
     "never truncated": ({"max_batch_size": 1000}, (STEPS,), {"reason": "completed"}),

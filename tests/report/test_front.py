@@ -108,7 +108,7 @@ def test_users_and_rows(tmp_path: Path) -> None:
     """The column and the bound of users; rows where nothing says which record they are from."""
     for name in ("users", "rows"):
         (tmp_path / name).mkdir()
-    users = report_of(tmp_path / "users", unit="user", unit_column="patient", max_rows_per_unit=4)
+    users = report_of(tmp_path / "users", unit="patient", max_rows_per_unit=4)
     assert "same id in the column “patient”, of which at most 4 were used" in users.front.protected
     assert "texts of 1,000 users" in users.front.what and "whether the data of one user was used" in users.front.odds
     rows = report_of(tmp_path / "rows", facts=((UNITS_MADE_OF, ONE_ROW),), adjacency="replace-one")
@@ -130,7 +130,7 @@ def test_a_run_that_a_resume_cut_short_did_not_take_all_planned_steps(tmp_path: 
     """A resume of correlated noise may leave steps of the plan out: the page names the plan's own number of steps."""
     noise = {"kind": "banded", "bands": 4}
     plan = make_plan(
-        PrivacyConfig(target_epsilon=8.0, delta=1e-3, clip_norm=1.0, expected_batch_size=10, noise=noise), 200, 16
+        PrivacyConfig(epsilon=8.0, delta=1e-3, clip_norm=1.0, expected_batch_size=10, noise=noise), 200, 16
     )
     path = tmp_path / LEDGER_FILE
     with Ledger.create(path, plan) as ledger:
@@ -204,7 +204,7 @@ def test_a_weak_guarantee_without_open_points_is_not_said_to_be_done() -> None:
     assert _to_do(0, "reasonable").startswith("Nothing") and _to_do(1, "weak").startswith("One point")
 
 
-USERS = {"unit": "user", "unit_column": "patient", "max_rows_per_unit": 4}
+USERS = {"unit": "patient", "max_rows_per_unit": 4}
 WRITTEN = (TRAINING_LOSS, FINAL_LOSS, EVALUATION_DURING, EVALUATION_OUTSIDE, HELD_OUT, PREDICTION)
 KINDS = [
     pytest.param({}, id="records"),

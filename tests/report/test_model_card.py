@@ -223,7 +223,7 @@ def test_not_private_is_said_first_thing(tmp_path: Path, change: dict[str, Any])
 
 def test_user_level(tmp_path: Path) -> None:
     """At user level the unit, its column and its bound are named."""
-    report = evidence(tmp_path, unit="user", unit_column="sender", max_rows_per_unit=4, adjacency="replace-one")
+    report = evidence(tmp_path, unit="sender", max_rows_per_unit=4, adjacency="replace-one")
     card = ModelCard.load(write_model_card(tmp_path, report, base_model=None, task=None, adapter=False))
     privacy = card.data["differential_privacy"]
     assert privacy["unit"] == "user" and privacy["adjacency"] == "replace-one"

@@ -86,7 +86,7 @@ def run_of(tmp_path: Path, plan: PrivacyPlan, **ledger_entries: Any) -> PrivacyR
     return make_report(plan, read_ledger(ledger.path))
 
 
-USERS = {"unit": "user", "unit_column": "author", "max_rows_per_unit": 4, "rows_kept": "random", "dataset": "letters"}
+USERS = {"unit": "author", "max_rows_per_unit": 4, "rows_kept": "random", "dataset": "letters"}
 
 
 def rows_drawn() -> PrivacyPlan:
@@ -320,7 +320,7 @@ def test_crash_and_resume_are_charged(tmp_path: Path) -> None:
 
 def test_the_unit_is_not_everybody_its_text_names(tmp_path: Path) -> None:
     """Other people whom a record names have no guarantee of their own, and drawn rows publish their exact number."""
-    for change in ({}, {"unit": "user", "unit_column": "sender", "max_rows_per_unit": 4}):
+    for change in ({}, {"unit": "sender", "max_rows_per_unit": 4}):
         folder = tmp_path / str(len(change))
         folder.mkdir()
         assert "Other people whom a unit's text names are not that unit" in report_of(folder, **change).definition.unit

@@ -96,7 +96,7 @@ def test_pairs_of_one_user_are_clipped_together(tmp_path):
     """Also those that share a prompt."""
     model, reference = trl_data.model_and_reference()
     people = SHAPES["chat"].add_column("person", list("aaabbbcc"))
-    private = trl_data.privacy(3, clip_norm=C, unit="user", unit_column="person", max_rows_per_unit=3)
+    private = trl_data.privacy(3, clip_norm=C, unit="person", max_rows_per_unit=3)
     run = dpo(tmp_path, people, model.double(), privacy=private, ref_model=reference.double())
     one = losses_of(run)
     users = [
@@ -208,7 +208,7 @@ def test_prompts_that_pairs_share_are_an_open_point_unless_users_are_units(tmp_p
     run = dpo(tmp_path / "pairs", twice)
     run.train()
     assert SHARED_PROMPTS in run.privacy_report()["open_points"]
-    private = trl_data.privacy(3, unit="user", unit_column="asked", max_rows_per_unit=2)
+    private = trl_data.privacy(3, unit="asked", max_rows_per_unit=2)
     run = dpo(tmp_path / "users", twice.add_column("asked", [0, 0, 1, 2]), privacy=private)
     run.train()
     assert SHARED_PROMPTS not in run.privacy_report()["open_points"]

@@ -46,7 +46,7 @@ def model_of(task, tokenizer):
 
 def held_out(records, tokenizer, task, **values):
     values = {"format": "prompt_completion", "metrics": ["exact_match"], **values}
-    config = DataConfig(path="x", max_length=32, eval_fraction=0.5, **values)
+    config = DataConfig(path="x", max_length=32, eval=0.5, **values)
     data = datasets.Dataset.from_list(records)
     rows = tokenize_records(data, tokenizer, config, (), task)
     return HeldOut(HeldOutRows(data, rows, RowCollator(pad_token_id=0, task=task), config, tokenizer))

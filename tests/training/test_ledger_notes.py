@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("rows_not_compared")
 TEXTS = [" ".join(WORDS[number % 7 : number % 7 + 4]) for number in range(24)]
 RARE = "Creutzfeldt-Jakob (Anna K.)"
 PRIVACY = {"noise_multiplier": 1.0, "clip_norm": 1.0, "expected_batch_size": 8, "delta": 1e-3, "dataset": "words"}
-USERS = {"unit": "user", "unit_column": "patient", "max_rows_per_unit": 4, "expected_batch_size": 2}
+USERS = {"unit": "patient", "max_rows_per_unit": 4, "expected_batch_size": 2}
 
 
 @pytest.fixture(scope="module")

@@ -195,7 +195,7 @@ def test_a_resume_begins_a_fresh_cycle_with_fresh_noise(tmp_path):
 
 def test_a_resume_of_a_fixed_order_is_a_second_release(tmp_path):
     """Its steps are counted by themselves, and both releases compose; the numbers of the report give the same ε."""
-    config = privacy(expected_batch_size=8, noise=BLT, noise_multiplier=2.0, target_epsilon=50.0)
+    config = privacy(expected_batch_size=8, noise=BLT, noise_multiplier=2.0, epsilon=50.0)
     args = arguments(tmp_path, save_strategy="steps", save_steps=2, max_steps=6)
     train_until_crash(tmp_path, config, args)
     run = resumed(tmp_path, config, args)
@@ -229,7 +229,7 @@ def test_a_run_in_a_fixed_order_takes_no_other_units():
 
 def test_the_epsilon_of_a_resumed_run_counts_its_starts(tmp_path):
     """In its logs, at its end and in its report: 2 and 4 steps are 3 rounds, and 6 in one go are 2."""
-    config = privacy(expected_batch_size=8, noise=BANDED, noise_multiplier=1.0, target_epsilon=50.0)
+    config = privacy(expected_batch_size=8, noise=BANDED, noise_multiplier=1.0, epsilon=50.0)
     args = arguments(tmp_path, save_strategy="steps", save_steps=2, max_steps=6, logging_steps=1)
     trainer(tmp_path, dataset=rows(60), config=config, args=args, callbacks=[Stop(2)]).train()
     run = resumed(tmp_path, config, args)

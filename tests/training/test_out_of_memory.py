@@ -304,7 +304,7 @@ def test_a_single_row_that_does_not_fit_is_an_error_that_says_what_to_do(tmp_pat
 def test_processes_in_lockstep_do_not_divide(tmp_path):
     """The others would wait for this one at another layer; the remedy is named instead."""
     step = Stepped(tmp_path / "run", cut(OWNERS["single rows"]), more_than(30), lockstep=True)
-    with pytest.raises(MicrobatchTooLargeError, match="microbatch_tokens"):
+    with pytest.raises(MicrobatchTooLargeError, match=r"microbatch\.tokens"):
         step.take()
     assert step.engine.lasts == [] and step.ledger.num_steps == 1
 

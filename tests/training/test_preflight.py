@@ -45,7 +45,7 @@ def model(tmp_path_factory) -> Path:
 def write_recipe(tmp_path: Path, model: Path, **train: Any) -> Path:
     """Write a recipe whose data do not exist: an error about anything else came before they were looked for."""
     raw = {
-        "model": {"name": str(model), "peft": LORA},
+        "model": {"name": str(model), "adapter": LORA},
         "data": {"path": str(tmp_path / "no_such_records.jsonl"), "max_length": 16},
         "privacy": {"noise_multiplier": 1, "clip_norm": 1, "expected_batch_size": 4, "delta": 1e-3},
         "train": {"output_dir": str(tmp_path / "out"), "max_steps": 2, "use_cpu": True, **train},
@@ -71,9 +71,9 @@ BAD_OPTIONS = [
     (["public_pretrain.train.max_step=3"], r"public_pretrain\.train\.max_step is unknown"),
     (["public_pretrain.train.optim_args=nope"], r"public_pretrain\.train\.optim"),
     (["privacy.budget_file=/nowhere/b.json", "privacy.dataset=x"], "/nowhere/b.json cannot be read"),
-    (["model.peft.target_modules=[c_attn, q_prj]"], "target_modules names 'q_prj'"),
-    (["model.peft.modules_to_save=[nope]"], "modules_to_save names 'nope'"),
-    (["model.peft.rr=3"], "LoraConfig has no argument 'rr'; did you mean 'r'"),
+    (["model.adapter.target_modules=[c_attn, q_prj]"], "target_modules names 'q_prj'"),
+    (["model.adapter.modules_to_save=[nope]"], "modules_to_save names 'nope'"),
+    (["model.adapter.rr=3"], "LoraConfig has no argument 'rr'; did you mean 'r'"),
     (["train.save_strategy=best"], "train.save_strategy=best follows exact evaluation results"),
     (["train.metric_for_best_model=loss"], "train.metric_for_best_model=loss follows exact evaluation results"),
     (["train.eval_strategy=epoch"], "train.eval_strategy=epoch evaluates during the training"),
@@ -170,7 +170,7 @@ def test_a_model_that_cannot_be_clipped_is_refused_before_the_data(
     made = json.dumps({**config, **sizes, "num_key_value_heads": 2, "vocab_size": 300})
     recipe = load_recipe(
         write_recipe(tmp_path, model),
-        ["model.name=null", "model.peft=null", f"model.tokenizer={model}", f"model.config={made}"],
+        ["model.name=null", "model.adapter=null", f"model.tokenizer={model}", f"model.config={made}"],
     )
     for to_train in (True, False):
         if match is None:
@@ -194,7 +194,7 @@ def test_plan_reads_a_recipe_for_a_gpu_where_there_is_none(tmp_path: Path, model
 
 def test_plan_says_which_model_it_could_not_look_at(tmp_path: Path, model: Path) -> None:
     """A model on the Hub is not downloaded for a plan, and the plan says so."""
-    recipe = load_recipe(write_recipe(tmp_path, model), ["model.name=someone/some-model", "model.peft=null"])
+    recipe = load_recipe(write_recipe(tmp_path, model), ["model.name=someone/some-model", "model.adapter=null"])
     assert check_recipe(recipe, to_train=False) == [
         "the model someone/some-model is not a folder here, so its parts and its tokenizer are not checked"
     ]
@@ -222,7 +222,7 @@ def test_a_folder_that_is_not_what_its_config_says_is_refused(tmp_path: Path, ch
     for other in ("num_hidden_layers", "hidden_size", "num_attention_heads", "architectures"):
         values.pop(other, None)
     (folder / "config.json").write_text(json.dumps(values))
-    recipe = load_recipe(write_recipe(tmp_path, folder), ["model.peft=null"])
+    recipe = load_recipe(write_recipe(tmp_path, folder), ["model.adapter=null"])
     with pytest.raises(ConfigError, match=match) as caught:
         load_base_model(recipe.model, tokenizer)
     assert "\n" not in str(caught.value)
@@ -255,7 +255,7 @@ def test_damaged_weights_are_one_line(tmp_path: Path, damage: str) -> None:
     weights = folder / "model.safetensors"
     data = weights.read_bytes()
     weights.write_bytes({"truncated": data[: len(data) // 2], "empty": b"", "garbage": b"\xff" * 100}[damage])
-    recipe = load_recipe(write_recipe(tmp_path, folder), ["model.peft=null"])
+    recipe = load_recipe(write_recipe(tmp_path, folder), ["model.adapter=null"])
     with pytest.raises(ConfigError, match="folder again"):
         load_base_model(recipe.model, tokenizer)
 
@@ -283,7 +283,7 @@ def test_only_unusable_options_are_mistakes(tmp_path: Path, model: Path, error: 
 
 def test_a_classifier_may_have_a_new_head(tmp_path: Path, model: Path) -> None:
     """A classifier on a language model has a head that no file holds; that alone is as it should be."""
-    overrides = ["model.peft=null", "model.task=sequence_classification", "model.num_labels=3"]
+    overrides = ["model.adapter=null", "model.task=sequence_classification", "model.num_labels=3"]
     recipe = load_recipe(write_recipe(tmp_path, model), [*overrides, "data.format=classification"])
     base = load_base_model(recipe.model, load_tokenizer(recipe.model))
     assert prepare_model(base, recipe.model).config.num_labels == 3

@@ -154,7 +154,7 @@ def test_rows_are_read_by_number_and_ids_may_be_tensors(level, tmp_path):
         dataset, config = Unbounded(input_ids=rows()["input_ids"]), privacy()
     else:
         dataset = Unbounded(input_ids=rows()["input_ids"], user=[number // 2 for number in range(64)])
-        config = privacy(unit="user", unit_column="user", max_rows_per_unit=2, expected_batch_size=8)
+        config = privacy(unit="user", max_rows_per_unit=2, expected_batch_size=8)
     run = trainer(tmp_path, dataset=dataset, config=config, args=arguments(tmp_path, max_steps=1))
     assert run.units.num_units == {"rows": 64, "users": 32}[level]
     run.train()
@@ -170,7 +170,7 @@ def test_rows_that_come_out_as_tables_are_refused(form, tmp_path):
 @pytest.mark.parametrize("removed", [True, False])
 def test_a_collator_of_transformers_is_given_the_columns_that_the_model_takes(removed, tmp_path):
     """It makes a tensor of each: the user's id as text, which has to be there, would end the run before it begins."""
-    config = privacy(unit="user", unit_column="user", max_rows_per_unit=2, expected_batch_size=8)
+    config = privacy(unit="user", max_rows_per_unit=2, expected_batch_size=8)
 
     def train():
         trainer(
@@ -229,7 +229,7 @@ def test_classes_as_text_are_refused_unless_a_collator_of_ones_own_numbers_them(
     assert not list(tmp_path.iterdir())
 
 
-BY_AUTHOR = privacy(unit="user", unit_column="author", max_rows_per_unit=4, expected_batch_size=8)
+BY_AUTHOR = privacy(unit="author", max_rows_per_unit=4, expected_batch_size=8)
 LEVELS = {"users": ("author", BY_AUTHOR), "records": ("record", privacy(expected_batch_size=8)), "rows": (None, None)}
 MOVES = {
     "shuffled": random.Random(1).shuffle,

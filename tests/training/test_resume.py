@@ -34,7 +34,7 @@ def checkpoint(folder, step):
 def banded_plan(num_steps):
     """A plan of noise that is correlated over cycles of 4 steps."""
     noise = {"kind": "banded", "bands": 4}
-    privacy = PrivacyConfig(target_epsilon=8.0, delta=1e-3, clip_norm=1.0, expected_batch_size=10, noise=noise)
+    privacy = PrivacyConfig(epsilon=8.0, delta=1e-3, clip_norm=1.0, expected_batch_size=10, noise=noise)
     return make_plan(privacy, 200, num_steps)
 
 

@@ -486,7 +486,7 @@ def test_a_draw_that_holds_a_unit_twice_is_refused(tmp_path):
 
 def users_plan(num_steps, **changes):
     """A plan that the library makes for users of at most three rows."""
-    users = {"unit": "user", "unit_column": "who", "max_rows_per_unit": 3}
+    users = {"unit": "who", "max_rows_per_unit": 3}
     settings = {"noise_multiplier": 1.0, "clip_norm": 0.5, "expected_batch_size": 8, "delta": 1e-3, **users}
     return make_plan(PrivacyConfig(**{**settings, **changes}), UNITS, num_steps)
 

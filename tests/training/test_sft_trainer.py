@@ -66,7 +66,7 @@ def test_leaving_out_an_example_moves_the_sum_by_the_bound_at_most(tmp_path):
 @kills(
     "the column of users is lost when examples are prepared",
     "dpllm/training/sft_trainer.py",
-    "keep = [privacy.unit_column] if privacy.unit_column else []",
+    "keep = [privacy.unit] if privacy.unit else []",
     "keep = []",
 )
 def test_users_are_units_and_the_model_may_be_a_folder_with_an_adapter(tmp_path):
@@ -78,7 +78,7 @@ def test_users_are_units_and_the_model_may_be_a_folder_with_an_adapter(tmp_path)
         people,
         str(tmp_path / "base"),
         {"model_init_kwargs": {"dtype": "float64"}},
-        trl_data.privacy(4, unit="user", unit_column="person", max_rows_per_unit=2),
+        trl_data.privacy(4, unit="person", max_rows_per_unit=2),
         peft_config=LoraConfig(target_modules=["q_proj"], r=2, task_type="CAUSAL_LM"),
     )
     assert run.plan.num_units == 4 and isinstance(run.model, PeftModel) and run.model.dtype == torch.float64

@@ -266,7 +266,7 @@ def test_rows_of_one_record_are_one_unit(tmp_path):
 
 def test_user_level(tmp_path):
     """All rows of a user, at most k of them, clipped together."""
-    config = privacy(unit="user", unit_column="who", max_rows_per_unit=3, expected_batch_size=4, delta=1e-2)
+    config = privacy(unit="who", max_rows_per_unit=3, expected_batch_size=4, delta=1e-2)
     run = trainer(tmp_path, dataset=rows(64, who=[f"user {i % 10}" for i in range(64)]), config=config)
     assert run.plan.num_units == 10 and run.units.num_rows == 30
     run.train()
@@ -275,7 +275,7 @@ def test_user_level(tmp_path):
 
 def users(singly=False, **changes):
     """A configuration in which the 64 rows of `rows` belong to 8 users, of whose 8 rows 6 may be used."""
-    settings = {"unit": "user", "unit_column": "who", "max_rows_per_unit": 6, "expected_batch_size": 4, "delta": 0.01}
+    settings = {"unit": "who", "max_rows_per_unit": 6, "expected_batch_size": 4, "delta": 0.01}
     return privacy(**{**settings, "sampling": "example" if singly else "unit", **changes})
 
 
@@ -314,7 +314,7 @@ def test_rows_of_users_drawn_singly(tmp_path):
 
 def test_a_run_with_noise_and_target_stops_at_the_budget(tmp_path):
     """The step that would exceed the target is not taken, the ledger says why, and ε is at most the target."""
-    run = trainer(tmp_path, config=privacy(target_epsilon=4.0), args=arguments(tmp_path, max_steps=50))
+    run = trainer(tmp_path, config=privacy(epsilon=4.0), args=arguments(tmp_path, max_steps=50))
     run.train()
     taken = run.ledger.num_steps
     assert run.plan.num_steps_wanted == 50 and taken == run.plan.num_steps == run.state.global_step < 50

@@ -29,8 +29,10 @@ def recipe(folder: Path, trainer: str, *overrides: str):
     settings = {
         "model": {"name": str(folder / "model")},
         "data": {
-            **{"path": str(folder / "data.jsonl"), "format": FORMATS[trainer], "max_length": 48, "eval_fraction": 0.25},
-            **{"prompt_column": "question", "completion_column": "answer"},
+            **{"path": str(folder / "data.jsonl"), "format": FORMATS[trainer], "max_length": 48, "eval": 0.25},
+            **{
+                "columns": {"prompt": "question", "completion": "answer"},
+            },
         },
         "privacy": {"noise_multiplier": 1.0, "clip_norm": 1.0, "expected_batch_size": 6, "delta": 1e-3},
         "train": {
@@ -69,10 +71,16 @@ def test_columns_get_the_names_of_trl():
 
     columns = {"q": ["a"], "good": ["b"], "bad": ["c"], "who": [1], "note": ["x"]}
     data = Dataset.from_dict(columns)
-    pairs = config(format="preference", prompt_column="q", chosen_column="good", rejected_column="bad")
+    pairs = config(
+        format="preference",
+        columns={"prompt": "q", "chosen": "good", "rejected": "bad"},
+    )
     assert renamed(data, pairs, "who").column_names == ["prompt", "chosen", "rejected", "who"]
     assert renamed(data.remove_columns("q"), pairs, None).column_names == ["chosen", "rejected"]
-    answers = config(format="prompt_completion", prompt_column="q", completion_column="good")
+    answers = config(
+        format="prompt_completion",
+        columns={"prompt": "q", "completion": "good"},
+    )
     assert renamed(data, answers, None).column_names == ["prompt", "completion"]
     with pytest.raises(ConfigError, match="column of texts"):
         renamed(data, pairs, "q")
@@ -86,7 +94,7 @@ def test_columns_get_the_names_of_trl():
         ("sft", ["data.format=preference"], "data.format='preference' needs train.trainer=dpo, and it is sft"),
         ("sft", ["train.trainer=kto"], "train.trainer must be one of"),
         ("sft", ["data.long_records=split"], "makes one row of each record"),
-        ("dpo", ["pack_rows=true"], "a row of train.trainer=dpo has two sequences"),
+        ("dpo", ["microbatch.pack=true"], "a row of train.trainer=dpo has two sequences"),
         ("sft", ["train.assistant_only_loss='yes'"], "train.assistant_only_loss must be true or false"),
         ("dpo", ["public_pretrain={data: {path: x, max_length: 8, format: preference}}"], "has two answers, and the"),
     ],

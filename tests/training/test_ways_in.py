@@ -174,13 +174,13 @@ def test_neighbours_move_the_sum_by_at_most_2_c(tmp_path, folder, tokenizer, for
 @kills(
     "the ids of users are lost when raw columns become rows",
     "dpllm/training/trainer.py",
-    'keep = [privacy.unit_column] if privacy.unit == "user" and privacy.unit_column else []',
+    'keep = [privacy.unit] if privacy.protects == "user" and privacy.unit else []',
     "keep = []",
 )
 def test_users_of_raw_rows_are_units(tmp_path, folder):
     """Their ids travel with the rows; a long record that is cut is one unit."""
     rows = texts().add_column("who", [1, 1, 2, 2, 3, 3])
-    config = {**PRIVACY, "unit": "user", "unit_column": "who", "max_rows_per_unit": 2, "expected_batch_size": 2}
+    config = {**PRIVACY, "unit": "who", "max_rows_per_unit": 2, "expected_batch_size": 2}
     run = made(tmp_path, folder, rows, privacy={**config, "delta": 1e-2})
     assert run.plan.num_units == 3 and run.train_dataset["who"] == [1, 1, 2, 2, 3, 3]
     split = {"max_length": 4, "long_records": "split"}
@@ -218,7 +218,7 @@ def test_a_search_for_hyperparameters_is_refused(tmp_path, folder):
 def test_own_names_of_columns(tmp_path, folder):
     """The keys of a recipe's section data, with its errors."""
     rows = texts().rename_column("text", "note")
-    run = made(tmp_path, folder, rows, data={"text_column": "note", "max_length": 5})
+    run = made(tmp_path, folder, rows, data={"columns": {"text": "note"}, "max_length": 5})
     assert max(len(ids) for ids in run.train_dataset["input_ids"]) == 5
     with pytest.raises(ConfigError, match="causal_lm learns"):
         made(tmp_path, folder, rows)
@@ -226,19 +226,19 @@ def test_own_names_of_columns(tmp_path, folder):
         made(tmp_path, folder, rows, data={"text_colum": "note"})
     with pytest.raises(ConfigError, match="key 'path"):
         made(tmp_path, folder, rows, data={"path": "notes.jsonl"})
-    by_user = {**PRIVACY, "unit": "user", "unit_column": "nte", "max_rows_per_unit": 2}
+    by_user = {**PRIVACY, "unit": "nte", "max_rows_per_unit": 2}
     with pytest.raises(DataError, match=r"note'\?"):
-        made(tmp_path, folder, rows.add_column("who", ["a"] * 6), privacy=by_user, data={"text_column": "note"})
+        made(tmp_path, folder, rows.add_column("who", ["a"] * 6), privacy=by_user, data={"columns": {"text": "note"}})
     with pytest.raises(ConfigError, match="type str"):
         made(tmp_path, folder, rows, data="note")
     both = rows.add_column("messages", [CASES["chat"][0]["messages"]] * 6)
     with pytest.raises(ConfigError, match=r"data=\{'format"):
-        made(tmp_path, folder, both, data={"text_column": "note"})
+        made(tmp_path, folder, both, data={"columns": {"text": "note"}})
     with pytest.raises(ValueError, match="column 'messages"):  # and not that there is no record
         made(tmp_path, folder, rows, data={"format": "chat"})
-    tokenized = made(tmp_path, folder, rows, data={"text_column": "note"}).train_dataset
+    tokenized = made(tmp_path, folder, rows, data={"columns": {"text": "note"}}).train_dataset
     with pytest.raises(ConfigError, match="train_dataset"):
-        made(tmp_path, folder, tokenized, data={"text_column": "note"})
+        made(tmp_path, folder, tokenized, data={"columns": {"text": "note"}})
 
 
 MISTAKES = {
@@ -247,11 +247,11 @@ MISTAKES = {
     "processor": ({"processing_class": object()}, "processing_class is of type object, and the texts"),
     "no arguments": ({"args": None}, r"args is missing: pass transformers\.TrainingArguments\(output_dir="),
     "arguments as a dictionary": ({"args": {"output_dir": "x"}}, "args is of type dict"),
-    "no privacy": ({"privacy": None}, r"privacy is missing: pass dpllm\.PrivacyConfig\(target_epsilon="),
+    "no privacy": ({"privacy": None}, r"privacy is missing: pass dpllm\.PrivacyConfig\(epsilon="),
     "no guarantee": ({"privacy": 8}, "privacy is of type int"),
     "misspelt": (
-        {"privacy": {**PRIVACY, "epsilon": 8}},
-        "unknown key 'privacy.epsilon'; did you mean 'privacy.target_ep",
+        {"privacy": {**PRIVACY, "epsilom": 8}},
+        "unknown key 'privacy.epsilom'; did you mean 'privacy.epsilon'",
     ),
     "missing": ({"privacy": {"clip_norm": 1.0}}, "missing key 'privacy.expected_batch_size'; it has no default"),
     "value": ({"privacy": {**PRIVACY, "clip_norm": -1}}, "section 'privacy': clip_norm must be > 0, got -1"),
@@ -308,7 +308,7 @@ def test_a_second_adapter_is_refused(tmp_path, folder):
     with pytest.raises(ConfigError, match="peft_config"):
         made(tmp_path, model, texts(), peft_config=LORA)
     with pytest.raises(ConfigError, match="peft_config"):
-        made(tmp_path, {"name": folder, "peft": {"r": 2}}, texts(), peft_config=LORA)
+        made(tmp_path, {"name": folder, "adapter": {"r": 2}}, texts(), peft_config=LORA)
 
 
 def test_a_model_is_loaded_for_a_task(tmp_path, folder):

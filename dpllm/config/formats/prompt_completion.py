@@ -6,29 +6,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from dpllm.config.formats.record_format import Completion, RecordFormat, column
-from dpllm.config.topics import Topic
 
 _PROMPTS = ("prompt", "instruction", "question", "input", "query", "source", "context")
 _COMPLETIONS = ("completion", "response", "answer", "output", "target", "reply", "summary")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptColumns(Topic):
-    """The columns of a prompt and its completion."""
-
-    prompt_column: str = column("prompt", "the part without loss", usual=_PROMPTS, trl="prompt")
-    completion_column: str = column(
-        "completion", "the part with loss", usual=_COMPLETIONS, is_answer=True, trl="completion"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptCompletionFormat(PromptColumns, RecordFormat):
+class PromptCompletionFormat(RecordFormat):
     """A prompt and a completion with nothing between them; the completion and the end-of-sequence token have loss."""
+
+    prompt: str = column("prompt", "the part without loss", usual=_PROMPTS, trl="prompt")
+    completion: str = column("completion", "the part with loss", usual=_COMPLETIONS, is_answer=True, trl="completion")
 
     name = "prompt_completion"
     about = "a prompt and its completion"
-    table = ("`prompt_column`, `completion_column` (joined as they are)", "the completion")
+    table = ("`prompt`, `completion` (joined as they are)", "the completion")
     holds = Completion
     tasks = ("causal_lm", "seq2seq_lm")
     trainers = (None, "sft")
@@ -37,4 +29,4 @@ class PromptCompletionFormat(PromptColumns, RecordFormat):
     def record(self, prompt: str, text: str, gap: str = "") -> dict[str, Any]:
         """Return prompt and text in their columns."""
         del gap
-        return {self.prompt_column: prompt, self.completion_column: text}
+        return {self.prompt: prompt, self.completion: text}

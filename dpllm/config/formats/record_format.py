@@ -13,8 +13,6 @@ from enum import Enum
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
-from dpllm.config.topics import Topic
-
 
 class Cells(Enum):
     """What the cells of a column are."""
@@ -116,7 +114,7 @@ class Question(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordFormat(Topic):
+class RecordFormat:
     """A format of records, with the columns that a recipe gives it."""
 
     name: ClassVar[str]

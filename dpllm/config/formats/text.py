@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dpllm.config.formats.record_format import RecordFormat, Text, column
-from dpllm.config.topics import Topic
 
-_USUAL = (
+TEXT_NAMES = (
     "text",
     "content",
     "note",
@@ -25,22 +24,18 @@ _USUAL = (
     "narrative",
     "description",
 )
+"""Usual names of a column of texts."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextColumn(Topic):
-    """The column of a text."""
-
-    text_column: str = column("text", "the text", usual=_USUAL, trl="text")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextFormat(TextColumn, RecordFormat):
+class TextFormat(RecordFormat):
     """A text with loss on each token, and the end-of-sequence token after it."""
+
+    text: str = column("text", "the text", usual=TEXT_NAMES, trl="text")
 
     name = "text"
     about = "a text"
-    table = ("`text_column`", "all tokens")
+    table = ("`text`", "all tokens")
     holds = Text
     tasks = ("causal_lm",)
     trainers = (None, "sft")
@@ -48,4 +43,4 @@ class TextFormat(TextColumn, RecordFormat):
 
     def record(self, prompt: str, text: str, gap: str = "") -> dict[str, Any]:
         """Return the prompt and the text as one text."""
-        return {self.text_column: f"{prompt}{gap}{text}" if prompt else text}
+        return {self.text: f"{prompt}{gap}{text}" if prompt else text}

@@ -19,5 +19,5 @@ METHOD = Method(
     The answers are numbers in a public range, one of listed answers, or short answers that many groups give (sample and
     aggregate). Nothing is trained. `dpllm plan RECIPE` prints the cost.
     """,
-    examples=("dpllm methods aggregate aggregate_e2e privacy.target_epsilon=1",),
+    examples=("dpllm methods aggregate aggregate_e2e privacy.epsilon=1",),
 )

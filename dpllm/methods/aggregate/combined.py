@@ -192,7 +192,7 @@ class OpenVotes:
         if least > groups:
             raise ValueError(
                 f"an open answer is released if {least:.0f} groups give it, and there are {groups:,}: take more "
-                "groups, a larger target_epsilon, or fewer questions"
+                "groups, a larger privacy.epsilon, or fewer questions"
             )
         return [
             ("noise of a count, standard deviation", noise_multiplier * VOTE_CHANGE),

@@ -181,7 +181,7 @@ def shadow_confidences(
 
 
 def _with_adapter(base: Any, model: ModelConfig, rank: int) -> Any:
-    if model.peft is not None:
+    if model.adapter is not None:
         return prepare_model(base, model)
     transposed = any(isinstance(module, Conv1D) for module in base.modules())
     config = LoraConfig(

@@ -192,7 +192,7 @@ def draw_sample(recipe: Recipe, num_records: int, seed: int = 0, leave_out: Coll
     if held_out is None:
         raise AuditError(
             "the recipe holds out no records, so there is no non-member to compare with. Hold out a random share "
-            "before the training: data.eval_fraction=0.1"
+            "before the training: data.eval=0.1"
         )
     train = train.select(_rows_trained_on(recipe, train))
     train_keys, held_out_keys = _keys(train, recipe.data), _keys(held_out, recipe.data)
@@ -216,7 +216,7 @@ def draw_sample(recipe: Recipe, num_records: int, seed: int = 0, leave_out: Coll
         raise AuditError(
             f"{len(members)} members and {len(distinct)} non-members can be compared ({reasons}), of {num_records} "
             f"requested; fewer than {FEWEST_RECORDS} of each show nothing. Hold out more records "
-            "(data.eval_fraction), and remove duplicates from the data before the training"
+            "(data.eval), and remove duplicates from the data before the training"
         )
     rng = np.random.default_rng(seed)
     chosen = [np.sort(rng.permutation(np.array(numbers))[:size]) for numbers in (members, distinct)]
@@ -240,7 +240,7 @@ def _keys(records: datasets.Dataset, config: DataConfig) -> list[str]:
 
 def _rows_trained_on(recipe: Recipe, train: datasets.Dataset) -> np.ndarray:
     """Return the numbers of the records that the run could draw: of a user above the bound, only the first ones."""
-    if recipe.privacy.unit != "user":
+    if recipe.privacy.protects != "user":
         return np.arange(len(train))
     units = unit_index_of(train, recipe.privacy)
     if recipe.privacy.rows_kept == "random" and units.rows_dropped:

@@ -14,5 +14,5 @@ METHOD = Method(
     show_plan="dpllm.methods.queries.command:show_query_plan",
     carry_out="dpllm.methods.queries.command:run_method",
     help="Count the records of each public class, with noise.",
-    examples=("dpllm methods count label_counts privacy.target_epsilon=0.5",),
+    examples=("dpllm methods count label_counts privacy.epsilon=0.5",),
 )

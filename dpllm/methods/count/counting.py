@@ -68,7 +68,7 @@ def read_units(recipe: QueryRecipe) -> LabelledUnits:
     """Return the labels of a recipe's records.
 
     Args:
-        recipe: with ``data.class_names`` and ``data.label_column``.
+        recipe: with ``data.class_names`` and ``data.columns.label``.
 
     Raises:
         ConfigError: no classes are named.

@@ -13,7 +13,7 @@ from dpllm.config.topics import Topic
 
 @dataclass(frozen=True, kw_only=True)
 class CountConfig(Topic):
-    """How the records of each class are counted. The classes are ``data.class_names``, in ``data.label_column``."""
+    """How the records of each class are counted. The classes are ``data.class_names``, in ``data.columns.label``."""
 
     file: str = "counts.json"
     """Name of the released file, in the run's folder."""

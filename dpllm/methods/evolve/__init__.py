@@ -14,5 +14,5 @@ METHOD = Method(
     show_plan="dpllm.methods.queries.command:show_query_plan",
     carry_out="dpllm.methods.queries.command:run_method",
     help="Texts of a public model, chosen by noisy votes of private records.",
-    examples=("dpllm methods evolve evolve_e2e privacy.target_epsilon=2",),
+    examples=("dpllm methods evolve evolve_e2e privacy.epsilon=2",),
 )

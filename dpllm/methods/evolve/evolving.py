@@ -176,7 +176,7 @@ def text_column(config: DataConfig) -> str:
     Raises:
         ConfigError: the format has none.
 
-    >>> text_column(DataConfig(path="x", max_length=8, format="prompt_completion", completion_column="ref"))
+    >>> text_column(DataConfig(path="x", max_length=8, format="prompt_completion", columns={"completion": "ref"}))
     'ref'
     """
     fitting = (Text, Completion, TextLabel)

@@ -46,7 +46,7 @@ class SharedWeights:
         self._factors = [name for name in self._parameters if any(f".{part}." in name for part in _LORA_A)]
         self._alternate = lora == "alternate" and bool(self._factors)
         if not self._parameters:
-            raise ConfigError("the model has no trainable parameter: check model.peft and model.freeze")
+            raise ConfigError("the model has no trainable parameter: check model.adapter and model.freeze")
 
     def of_round(self, number: int) -> list[str]:
         """Return the names of the parameters that a round trains."""

@@ -45,10 +45,11 @@ def require_federated(plan: PrivacyPlan | PrivacyConfig) -> None:
         ConfigError: clients are not its units, they are not drawn as wholes, clipping or noise is of another kind, or
             its random numbers are not secret.
     """
-    if plan.unit != "user" or plan.sampling != "unit":
+    unit = plan.protects if isinstance(plan, PrivacyConfig) else plan.unit
+    if unit != "user" or plan.sampling != "unit":
         raise ConfigError(
-            f"a federated run protects clients, and the plan has unit={plan.unit!r} and sampling={plan.sampling!r}: "
-            "set privacy.unit=user with the column of the client's id, and leave sampling out"
+            f"a federated run protects clients, and the plan has unit={unit!r} and sampling={plan.sampling!r}: "
+            "set data.columns.unit to the column of the client's id, and leave sampling out"
         )
     clipping, noise = Spec.of(plan.clipping).kind, Spec.of(plan.noise).kind
     if clipping != "flat" or noise not in ("independent", "distributed"):

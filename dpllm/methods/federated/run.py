@@ -105,8 +105,11 @@ def check_federated(recipe: Recipe) -> TrainingArguments:
         )
     if int(recipe.train.get("max_steps") or 0) < 1:
         raise ConfigError("a federated run needs train.max_steps, the number of rounds: set it, such as 20")
-    others: dict[str, object] = {"pack_rows": recipe.pack_rows, "microbatch_tokens": recipe.microbatch_tokens}
-    others |= {"merge_adapter": recipe.merge_adapter, "model.quantization": recipe.model.quantization}
+    others: dict[str, object] = {
+        "microbatch.pack": recipe.microbatch.pack,
+        "microbatch.tokens": recipe.microbatch.tokens,
+    }
+    others |= {"model.quantization": recipe.model.quantization}
     given = [name for name, value in others.items() if value]
     if given or recipe.model.task != "causal_lm":
         raise ConfigError(
@@ -131,7 +134,7 @@ def read(recipe: Recipe, args: TrainingArguments, phases: Phases) -> Records:
     refuse_private_parts(recipe, train, held_out)
     num_clients = unit_index_of(train, recipe.privacy).num_units
     phases.end(f"{num_clients:,} clients{f', {len(held_out):,} records held out' if held_out else ''}")
-    phases.begin("planning", "the noise that ε needs" if recipe.privacy.target_epsilon else "")
+    phases.begin("planning", "the noise that ε needs" if recipe.privacy.epsilon else "")
     plan = make_plan(recipe.privacy, num_clients, args.max_steps)
     require_federated(plan)
     phases.end()
@@ -181,7 +184,7 @@ def rows_of_clients(
     recipe: Recipe, records: datasets.Dataset, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[datasets.Dataset, UnitIndex]:
     """Return the rows of records, and which of them are of each client: a long record may become several rows."""
-    rows = tokenize_records(records, tokenizer, recipe.data, [str(recipe.privacy.unit_column)])
+    rows = tokenize_records(records, tokenizer, recipe.data, [str(recipe.privacy.unit)])
     return rows, unit_index_of(rows, recipe.privacy, secret_rng())
 
 
@@ -339,7 +342,7 @@ class Server:
         """Save the model with plan, ledger, report and card."""
         phases.begin("saving", "the model with its plan, ledger, report and card")
         figures = figure_words(before, after)
-        public = self._recipe.data.eval_is_public
+        public = self._recipe.data.eval.public
         if figures and not public:
             ledger.append_disclosure(HELD_OUT, len(figures))
             keep_utility(self.folder, figures)

@@ -43,7 +43,7 @@ class Shares:
         if not isinstance(event, DistributedStep) or plan.noise_multiplier == 0:
             raise ValueError(
                 "secure aggregation needs the noise of each client, and the plan has none: set "
-                "privacy.noise=distributed, and a target_epsilon or a noise_multiplier above 0"
+                "privacy.noise=distributed, and an epsilon or a noise_multiplier above 0"
             )
         return cls(plan.clip_norm, plan.noise_stddev / (2**SHARE_BITS * math.sqrt(event.min_batch_size)))
 

@@ -23,5 +23,5 @@ METHOD = Method(
     The teachers are trained without privacy, one after the other, over one base model in memory. Their votes are
     private. Each label or token costs privacy, and the student none. `dpllm plan RECIPE` prints the cost.
     """,
-    examples=("dpllm methods pate teach_sst2 privacy.target_epsilon=4",),
+    examples=("dpllm methods pate teach_sst2 privacy.epsilon=4",),
 )

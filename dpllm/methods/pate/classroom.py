@@ -36,7 +36,7 @@ class Classroom:
             ConfigError: they cannot be loaded, or the start holds private records.
         """
         self.prepared = prepared
-        self.tokenizer = load_tokenizer(prepared.model, prepared.prompts[prepared.prompts_data.text_column])
+        self.tokenizer = load_tokenizer(prepared.model, prepared.prompts[prepared.prompts_data.column("text")])
         base = load_base_model(prepared.model, self.tokenizer, prepared.num_classes)
         model = prepare_model(base, prepared.model)
         declared = check_start(model, None, prepared.model.start_is_independent)
@@ -52,7 +52,7 @@ class Classroom:
 
     def private_rows(self) -> datasets.Dataset:
         """Return the rows of the private records, with the ids of their users."""
-        column = self.prepared.recipe.privacy.unit_column
+        column = self.prepared.recipe.privacy.unit
         return self.rows(self.prepared.private, [column] if column else [])
 
     def prompts(self) -> datasets.Dataset:
@@ -63,8 +63,8 @@ class Classroom:
         """Return the public texts that have a label, with it, in the columns of the private records."""
         prepared, data = self.prepared, self.prepared.recipe.data
         chosen = np.flatnonzero(labels_N != NO_LABEL)
-        texts = prepared.prompts.select(chosen)[prepared.prompts_data.text_column]
-        return datasets.Dataset.from_dict({data.text_column: texts, data.label_column: labels_N[chosen].tolist()})
+        texts = prepared.prompts.select(chosen)[prepared.prompts_data.column("text")]
+        return datasets.Dataset.from_dict({data.column("text"): texts, data.column("label"): labels_N[chosen].tolist()})
 
     def require_room(self) -> None:
         """Refuse public texts after which T new tokens have no room.
@@ -110,7 +110,7 @@ class Classroom:
         return datasets.Dataset.from_dict({name: [one[name] for one in records] for name in data.form.required})
 
     def _prompt_texts(self) -> list[str]:
-        return list(self.prepared.prompts[self.prepared.prompts_data.text_column])
+        return list(self.prepared.prompts[self.prepared.prompts_data.column("text")])
 
     def _decoded(self, row: Sequence[int], new: Sequence[int]) -> str:
         """Return the text of new tokens; tokens at the begin of a text may be decoded without their space."""

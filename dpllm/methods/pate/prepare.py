@@ -197,7 +197,7 @@ def prompts_of(recipe: QueryRecipe) -> DataConfig:
         split=options.prompts_split,
         max_length=data.max_length,
         format=TextFormat.name,
-        text_column=options.prompts_column or data.form.texts[0],
+        columns={"text": options.prompts_column or data.form.texts[0]},
         limit=options.max_prompts,
         encoding=data.encoding,
     )

@@ -50,7 +50,7 @@ class PublicPrompts(Topic):
     prompts_split: str = "train"
     """Split of a Hub data set."""
     prompts_column: str | None = None
-    """Column of the text. None: ``data.text_column``, or ``data.prompt_column`` with the format "prompt_completion"."""
+    """Column of the text. None: ``data.columns.text``, or ``data.columns.prompt`` for "prompt_completion"."""
     max_prompts: int | None = None
     """Label or continue only this number of texts, from the first on. None: all. Each one costs privacy."""
     max_shared_records: int = 0

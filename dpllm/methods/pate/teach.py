@@ -123,7 +123,7 @@ def measured(classroom: Classroom, run: QueryRun, model: Any, whose: str) -> dic
     if prepared.held_out is None:
         return {}
     found = measure(model, classroom.rows(prepared.held_out), classroom.collator)
-    if prepared.recipe.data.eval_is_public:
+    if prepared.recipe.data.eval.public:
         run.fact(f"{found.name} of {whose} on public held-out records", f"{found.value:.4g}")
     else:
         run.disclose(HELD_OUT)

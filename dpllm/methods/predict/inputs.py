@@ -83,9 +83,9 @@ def model_section(recipe: QueryRecipe) -> ModelConfig:
     model, words = recipe.model, registry.method(recipe.method).invocation
     if model is None or model.name is None:
         raise ConfigError(f"{words} needs a pretrained public model: give model.name")
-    if model.task != "causal_lm" or model.peft is not None or model.freeze:
+    if model.task != "causal_lm" or model.adapter is not None or model.freeze:
         raise ConfigError(
-            f"{words} uses a causal language model as it is: leave model.task, model.peft and "
+            f"{words} uses a causal language model as it is: leave model.task, model.adapter and "
             "model.freeze out of the recipe"
         )
     return model

@@ -54,9 +54,9 @@ def tokens_of(recipe: QueryRecipe, num_units: int) -> TokenPlan:
     def noise_for(tokens: int) -> float:
         if privacy.noise_multiplier is not None:
             return privacy.noise_multiplier
-        assert privacy.target_epsilon is not None  # the section has one of the two
+        assert privacy.epsilon is not None  # the section has one of the two
         return least_noise(
-            privacy.target_epsilon,
+            privacy.epsilon,
             privacy.delta_for(num_units),
             lambda noise: [(TokenDraw(noise_multiplier=noise), tokens)],
             privacy.adjacency,

@@ -108,9 +108,9 @@ def plan_from(
     privacy, delta = recipe.privacy, recipe.privacy.delta_for(num_units)
     sigma = privacy.noise_multiplier
     if sigma is None:
-        assert privacy.target_epsilon is not None
+        assert privacy.epsilon is not None
         sigma = least_noise(
-            privacy.target_epsilon,
+            privacy.epsilon,
             delta,
             lambda at: [(event, count) for _, event, count in charges_of(at)],
             privacy.adjacency,
@@ -134,18 +134,18 @@ def plan_with(
     """
     privacy = recipe.privacy
     return QueryPlan(
-        unit=privacy.unit,
+        unit=privacy.protects,
         adjacency=privacy.adjacency,
         max_rows_per_unit=privacy.max_rows_per_unit,
-        unit_column=privacy.unit_column,
-        rows_kept=privacy.rows_kept if privacy.unit == "user" else None,
+        unit_column=privacy.unit,
+        rows_kept=privacy.rows_kept if privacy.protects == "user" else None,
         dataset=privacy.dataset,
         method=method,
         num_units=num_units,
         charges=tuple(Charge(name=name, event=event, count=count) for name, event, count in charges),
         settings=tuple(settings),
         delta=privacy.delta_for(num_units),
-        target_epsilon=privacy.target_epsilon,
+        target_epsilon=privacy.epsilon,
         randomness=randomness,
     )
 

@@ -54,7 +54,7 @@ def made_units(plan: QueryPlan, others: int, canary: bool) -> UnitIndex:
     privacy, own = PrivacyUnit(), 1
     if plan.max_rows_per_unit is not None:  # user level
         most, kept = plan.max_rows_per_unit, plan.rows_kept or "first"
-        privacy = PrivacyUnit(unit=plan.unit, unit_column=UNIT, max_rows_per_unit=most, rows_kept=kept)
+        privacy = PrivacyUnit(unit=UNIT, max_rows_per_unit=most, rows_kept=kept)
         own = EXCESS * most
     ids = [0] * (own if canary else 0) + list(range(1, others + 1))
     return unit_index_of(datasets.Dataset.from_dict({UNIT: ids}), privacy, secret_rng())

@@ -25,7 +25,7 @@ _PRIVATE = (
 )
 
 
-@command("dpllm methods tune gpt2_e2e_lora --search search.yaml data.eval_is_public=true")
+@command("dpllm methods tune gpt2_e2e_lora --search search.yaml data.eval.public=true")
 def tune(
     recipe: RecipePath,
     overrides: Overrides = None,

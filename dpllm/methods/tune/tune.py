@@ -224,11 +224,11 @@ def _check(recipe: Recipe) -> None:
         raise ConfigError(
             "privacy.selection is set by `dpllm methods tune` from the search file: leave it out of the recipe"
         )
-    if not recipe.data.eval_is_public:
+    if not recipe.data.eval.public:
         raise ConfigError(
             "a tuning chooses by a score on held-out rows, and the ε of the release does not cover a score on private "
-            "rows: give public rows as data.eval_path or data.eval_split, and declare them with "
-            "data.eval_is_public=true"
+            "rows: give public rows as data.eval or data.eval.split, and declare them with "
+            "data.eval.public=true"
         )
     if recipe.train.get("push_to_hub"):
         raise ConfigError("train.push_to_hub would upload every run of the tuning, and only one is covered: omit it")
@@ -384,8 +384,8 @@ def common_plan(recipes: Sequence[Recipe], words: Callable[[int], str]) -> Priva
     records, held_out = load_train_and_eval(recipes[0].data, privacy)
     if held_out is None:
         raise ConfigError(
-            "a tuning compares its runs on held-out rows, and the recipe has none: set data.eval_path or "
-            "data.eval_split to rows that are public, and data.eval_is_public=true"
+            "a tuning compares its runs on held-out rows, and the recipe has none: set data.eval or "
+            "data.eval.split to rows that are public, and data.eval.public=true"
         )
     units, first = unit_index_of(records, privacy), None
     for number, recipe in enumerate(recipes):

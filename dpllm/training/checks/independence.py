@@ -374,7 +374,7 @@ class IndependenceCheck:
             if self._engine.lockstep or max(wanted, crowd) <= 1:
                 raise MicrobatchTooLargeError(
                     f"Memory ran out on {max(wanted, crowd)} row(s) while the independence of rows was measured. "
-                    "Give a smaller microbatch_tokens (in the Trainer max_tokens_per_microbatch) or "
+                    "Give a smaller microbatch.tokens (in the Trainer max_tokens_per_microbatch) or "
                     f"per_device_train_batch_size, or shorten the rows (data.max_length). "
                     f"Error of the device: {message}"
                 )

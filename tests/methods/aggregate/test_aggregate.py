@@ -28,7 +28,7 @@ from dpllm.report.verify import verify
 from tests.mutations import kills
 from tests.small_model import WORDS, save_small_model
 
-TARGET = ("privacy.noise_multiplier=null", "privacy.target_epsilon=8")
+TARGET = ("privacy.noise_multiplier=null", "privacy.epsilon=8")
 QUESTIONS = [
     {"name": "stars", "kind": "number", "ask": " stars:", "low": 1, "high": 5},
     {"name": "animal", "kind": "choice", "ask": " the", "answers": ["dog", "man"]},
@@ -161,7 +161,7 @@ def test_users_enter_with_all_their_records(recipe, echoed, monkeypatch):
     seen = []
     monkeypatch.setattr(Asker, "texts", lambda self, groups, ask: seen.append(groups) or ["3"] * len(groups))
     read = recipe(
-        *("privacy.unit=user", "privacy.unit_column=person", "privacy.max_rows_per_unit=2", "aggregate.groups=10"),
+        *("data.columns.unit=person", "privacy.max_rows_per_unit=2", "aggregate.groups=10"),
         *('aggregate.context="{person}: {text} "', "data.max_length=4"),
     )
     plan, _ = carry_out(read)
@@ -193,9 +193,9 @@ def test_open_questions_share_the_delta_of_their_thresholds(recipe):
         (["privacy.noise_multiplier=9"], "question 'thing': an open answer is released if"),
         (['aggregate.context="{name}"'], "aggregate.context names the column 'name'"),
         (["data.max_length=40"], "the model sees 64"),
-        (["model.peft={r: 4}"], "leave model.task"),
+        (["model.adapter={r: 4}"], "leave model.task"),
         (["model=null"], "dpllm methods aggregate needs a pretrained public model"),
-        (["data.eval_fraction=0.1"], "hold records out"),
+        (["data.eval=0.1"], "holds records out"),
     ],
 )
 def test_refused_before_anything_is_charged(recipe, tmp_path, overrides, words):

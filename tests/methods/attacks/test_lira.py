@@ -100,7 +100,7 @@ def test_shadows_are_more_confident_of_what_they_saw(tiny_llama):
 def test_the_recipes_adapter_is_the_shadows(tiny_llama):
     """Shadows train the same parameters as the target."""
     rows = datasets.Dataset.from_dict({"input_ids": [[3, 4], [5, 6]], "labels": [[3, 4], [5, 6]], "record": [0, 1]})
-    model = ModelConfig(name="x", peft={"r": 2, "target_modules": ["nothing"]})
+    model = ModelConfig(name="x", adapter={"r": 2, "target_modules": ["nothing"]})
     arguments = (copies_of(tiny_llama), model, rows, RowCollator(pad_token_id=0), np.eye(2, dtype=bool))
     with pytest.raises(ConfigError, match="target_modules"):
         next(shadow_confidences(*arguments))

@@ -15,7 +15,7 @@ from tests.conftest import tiny_llama_config
 
 RECIPE = """
 model: {{name: {folder}}}
-data: {{path: {data}, max_length: 16, eval_fraction: 0.5}}
+data: {{path: {data}, max_length: 16, eval: 0.5}}
 privacy: {{noise_multiplier: 1, delta: 1.0e-3, clip_norm: 1, expected_batch_size: 10}}
 train: {{output_dir: {folder}}}
 """
@@ -81,9 +81,7 @@ def test_members_are_what_was_trained_on_and_each_text_stands_once(recipe_of):
 def test_texts_in_both_and_repeated_ones_are_dropped_and_counted(recipe_of, tmp_path):
     """Of a text that was trained on twice the bound says nothing, and one that was trained on is no non-member."""
     held_out = write(tmp_path / "held_out.jsonl", [f"other {n}" for n in range(25)] + ["text 1", "other 1", "other 1"])
-    recipe = recipe_of(
-        [f"text {n}" for n in range(30)] + ["text 0"], "data.eval_fraction=0", f"data.eval_path={held_out}"
-    )
+    recipe = recipe_of([f"text {n}" for n in range(30)] + ["text 0"], f"data.eval={held_out}")
     sample = draw_sample(recipe, 1000)
     assert "text 0" not in sample.members["text"] and len(sample.members) == 25
     assert sorted(sample.non_members["text"]) == sorted(f"other {n}" for n in range(25))
@@ -92,7 +90,7 @@ def test_texts_in_both_and_repeated_ones_are_dropped_and_counted(recipe_of, tmp_
         "held out, and trained on as well": 1,
         "held out more than once": 2,
     }
-    overlapping = recipe_of(["text 1"] * 30, "data.eval_fraction=0", f"data.eval_path={held_out}")
+    overlapping = recipe_of(["text 1"] * 30, f"data.eval={held_out}")
     with pytest.raises(AuditError, match="non-members can"):
         draw_sample(overlapping, 100)
 
@@ -100,10 +98,10 @@ def test_texts_in_both_and_repeated_ones_are_dropped_and_counted(recipe_of, tmp_
 def test_no_held_out_records_and_too_few_are_refused(recipe_of):
     """Nothing can be said without others, or with a handful."""
     texts = [f"text {number}" for number in range(80)]
-    with pytest.raises(AuditError, match=r"data\.eval_fraction=0\.1"):
-        draw_sample(recipe_of(texts, "data.eval_fraction=0"), 100)
+    with pytest.raises(AuditError, match=r"data\.eval=0\.1"):
+        draw_sample(recipe_of(texts, "data.eval=null"), 100)
     with pytest.raises(AuditError, match="non-members can"):
-        draw_sample(recipe_of(texts, "data.eval_fraction=0.1"), 100)
+        draw_sample(recipe_of(texts, "data.eval=0.1"), 100)
     with pytest.raises(AuditError, match="5 requested"):
         draw_sample(recipe_of(texts), 5)
 
@@ -111,8 +109,8 @@ def test_no_held_out_records_and_too_few_are_refused(recipe_of):
 def test_rows_of_a_user_that_were_left_out_are_no_members(recipe_of):
     """At user level the first rows are known to be used; the rows of a secret draw are unknown."""
     texts, users = [f"text {number}" for number in range(80)], ["crowd"] * 30 + [f"user {n}" for n in range(50)]
-    level = ["privacy.unit=user", "privacy.unit_column=user", "privacy.max_rows_per_unit=2"]
-    sample = draw_sample(recipe_of(texts, *level, "data.eval_fraction=0.4", user=users), 100)
+    level = ["data.columns.unit=user", "privacy.max_rows_per_unit=2"]
+    sample = draw_sample(recipe_of(texts, *level, "data.eval=0.4", user=users), 100)
     assert sum(user == "crowd" for user in sample.train["user"]) == 2
     with pytest.raises(AuditError, match=r"privacy\.rows_kept=random"):
         draw_sample(recipe_of(texts, *level, "privacy.rows_kept=random", user=users), 100)

@@ -29,12 +29,12 @@ from tests.mutations import kills
 
 CLASSES = ["angry", "calm", "sad"]
 RECIPE = """
-data: {{path: {path}, format: classification, class_names: [angry, calm, sad]}}
-privacy: {{target_epsilon: 1, delta: 1.0e-5, dataset: chats{more}}}
+data: {{path: {path}, format: classification, class_names: [angry, calm, sad]{columns}}}
+privacy: {{epsilon: 1, delta: 1.0e-5, dataset: chats{more}}}
 count:
 output_dir: {folder}
 """
-OF_USERS = ", unit: user, unit_column: id, max_rows_per_unit: 3"
+OF_USERS = ", max_rows_per_unit: 3"
 
 
 def recipe_in(folder: Path, rows: list[tuple[str, str]], more: str = "") -> Path:
@@ -42,7 +42,8 @@ def recipe_in(folder: Path, rows: list[tuple[str, str]], more: str = "") -> Path
     lines = [json.dumps({"id": user, "text": f"text {n}", "label": label}) for n, (user, label) in enumerate(rows)]
     (folder / "rows.jsonl").write_text("\n".join(lines) + "\n")
     path = folder / "recipe.yaml"
-    path.write_text(RECIPE.format(path=folder / "rows.jsonl", folder=folder / "run", more=more))
+    columns = ", columns: {unit: id}" if more == OF_USERS else ""
+    path.write_text(RECIPE.format(path=folder / "rows.jsonl", folder=folder / "run", more=more, columns=columns))
     return path
 
 
@@ -153,9 +154,9 @@ def test_labels_may_be_numbers_of_classes() -> None:
     [
         (["data.class_names="], "data.class_names is missing"),
         (["data.format=text"], "has no labels to count"),
-        (["data.eval_fraction=0.1"], "uses every record"),
-        (["privacy.target_epsilon="], "give exactly one of target_epsilon"),
-        (["privacy.noise_multiplier=2"], "give exactly one of target_epsilon"),
+        (["data.eval=0.1"], "uses every record"),
+        (["privacy.epsilon="], "give exactly one of epsilon"),
+        (["privacy.noise_multiplier=2"], "give exactly one of epsilon"),
         (["privacy.delta=0.5"], "0 < delta < 1/num_units"),
         (["privacy.delta=2"], "delta"),
         (["privacy.clip_norm=1"], "unknown key 'privacy.clip_norm'"),

@@ -35,7 +35,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     plain = {
         "model": {"name": "model"},
         "data": {"path": "private.jsonl", "format": "text"},
-        "privacy": {"target_epsilon": 4, "delta": 1e-3},
+        "privacy": {"epsilon": 4, "delta": 1e-3},
         "evolve": {"number": 4, "steps": 3, "variations": 2, "max_new_tokens": 4, "prompts": ["the small", "a red"]},
         "output_dir": "made",
     }
@@ -61,7 +61,7 @@ def test_a_recipe_becomes_a_folder_that_verifies(recipe):
 
 def test_users_and_classes(recipe):
     """A user has one vote, whatever the number of records; classes share the texts evenly."""
-    users = ["privacy.unit=user", "privacy.unit_column=who", "privacy.max_rows_per_unit=3"]
+    users = ["data.columns.unit=who", "privacy.max_rows_per_unit=3"]
     classes = ["evolve.classes=[k0, k1]", "evolve.label_column=kind", "evolve.prompts=['the {label}']"]
     result = invoke(["methods", "evolve", str(recipe), *users, *classes, "evolve.file_format=parquet"])
     assert result.exit_code == 0, result.output
@@ -87,7 +87,7 @@ def test_users_and_classes(recipe):
         (["evolve.classes=[a, b]", "evolve.label_column=kind"], "one prompt with {label}"),
         (["evolve.number=0"], "number"),
         (["evolve.file_format=csv"], "jsonl"),
-        (["privacy.noise_multiplier=1"], "exactly one of target_epsilon"),
+        (["privacy.noise_multiplier=1"], "exactly one of epsilon"),
     ],
 )
 def test_mistakes_are_found_before_a_charge(recipe, overrides, words):

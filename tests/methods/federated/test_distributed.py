@@ -96,11 +96,10 @@ def test_the_fewest_survivors_are_missed_hardly_ever(num_units, batch, dropouts)
 
 def test_a_plan_stores_its_fewest_survivors_and_costs_its_target():
     privacy = PrivacyConfig(
-        target_epsilon=8,
+        epsilon=8,
         clip_norm=1,
         expected_batch_size=50,
-        unit="user",
-        unit_column="client",
+        unit="client",
         max_rows_per_unit=4,
         randomness="discrete",
         noise={"kind": "distributed", "dropouts": 0.2},

@@ -187,7 +187,7 @@ def test_dropouts_leave_a_smaller_sum_and_the_same_noise():
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"unit": "sequence", "unit_column": None, "max_rows_per_unit": None}, "set privacy.unit=user"),
+        ({"unit": None, "max_rows_per_unit": None}, "set data.columns.unit"),
         ({"clipping": "automatic"}, "has no 'automatic' clipping"),
         ({"noise": {"kind": "banded", "bands": 2}}, "'banded' noise"),
         ({"seed": 1}, "leave privacy.seed"),
@@ -210,7 +210,7 @@ def test_the_number_of_clients_is_that_of_the_plan():
 
 def test_the_server_has_a_weaker_guarantee_and_is_told_so():
     """It knows the cohorts: ε without sampling, as of a Gaussian over all clients."""
-    plan = plan_of(num_clients=100, batch=50, rounds=5, secure=True, target_epsilon=4.0, noise_multiplier=None)
+    plan = plan_of(num_clients=100, batch=50, rounds=5, secure=True, epsilon=4.0, noise_multiplier=None)
     without = dataclasses.replace(plan.event.against_the_server, sampling_rate=1.0)
     assert against_the_server(plan) == epsilon([(without, 5)], plan.delta) > 4 * 1.2
     assert "the server sees the sum of a round" in words_about_the_server(plan)

@@ -52,7 +52,7 @@ def _course(folder, monkeypatch, records):
         patch.setattr(Ballots, "add", add)
         train = {"num_train_epochs": 10, "per_device_train_batch_size": 3, "learning_rate": 0.05}
         teach = {"train": train, "candidates": None}
-        path = write_token_recipe(folder, records=records, teach=teach, model={"peft": None})
+        path = write_token_recipe(folder, records=records, teach=teach, model={"adapter": None})
         prepared = prepare(load_query_recipe(path, (), "teach"))
         torch.manual_seed(0)
         classroom = rooms.Classroom(prepared)
@@ -82,7 +82,11 @@ def test_a_run_releases_texts_and_a_student_and_verifies(writing_school, tmp_pat
     """Nothing of the teachers is written or shown; each text begins as its public text."""
     held_out = tmp_path / "dev.jsonl"
     held_out.write_text(json.dumps({"text": "the old dog walks"}) + "\n")
-    prepared = writing_school(data={"eval_path": str(held_out), "eval_is_public": True})
+    prepared = writing_school(
+        data={
+            "eval": {"path": str(held_out), "public": True},
+        }
+    )
     taught = teaching.teach(prepared, _quiet, _quiet)
     folder = tmp_path / "run"
     lines = [json.loads(line) for line in (folder / "texts.jsonl").read_text().splitlines()]

@@ -23,9 +23,7 @@ def test_the_plan_charges_every_text(school):
 
 def test_noise_is_calibrated_to_labels_and_checks(school):
     """The target holds for both together."""
-    plan = school(
-        privacy={"noise_multiplier": None, "target_epsilon": 2.0}, teach={"threshold": 3.0, "max_answers": 2}
-    ).plan
+    plan = school(privacy={"noise_multiplier": None, "epsilon": 2.0}, teach={"threshold": 3.0, "max_answers": 2}).plan
     assert {charge.name: charge.count for charge in plan.charges} == {LABELS: 2, CHECKS: 6}
     assert 1.999 < plan.epsilon <= 2.0
     assert dict(plan.settings)["votes for a label, threshold"] == 3.0
@@ -51,17 +49,17 @@ def test_texts_that_hold_private_records_are_refused(school):
 @kills(
     "held-out private records are published with labels of teachers",
     "dpllm/data/shared_records.py",
-    "    if held_out is not None and not data.eval_is_public:\n        own",
+    "    if held_out is not None and not data.eval.public:\n        own",
     "    if False:\n        own",
 )
 def test_texts_that_hold_held_out_records_are_refused_unless_these_are_public(school, tmp_path):
     """N does not count them, so no ε would cover their publication."""
     held_out = tmp_path / "held_out.jsonl"
     held_out.write_text('{"text": "a record that was held out", "label": 1}\n')
-    prompts, data = [{"text": "a record that was held out"}, {"text": "one bridge"}], {"eval_path": str(held_out)}
+    prompts = [{"text": "a record that was held out"}, {"text": "one bridge"}]
     with pytest.raises(DataError, match=r"held_out\.jsonl"):
-        school(prompts=prompts, data=data)
-    school(prompts=prompts, data={**data, "eval_is_public": True})
+        school(prompts=prompts, data={"eval": str(held_out)})
+    school(prompts=prompts, data={"eval": {"path": str(held_out), "public": True}})
 
 
 @pytest.mark.parametrize(
@@ -92,7 +90,7 @@ def test_the_plan_of_completions_charges_every_token(writing_school):
     assert settings["votes of the public model"] == 3.0
     assert plan.epsilon == pytest.approx(plan.epsilon_under("replace-one"))
     changed = {"max_answers": 4, "threshold": 2.0}
-    plan = writing_school(privacy={"noise_multiplier": None, "target_epsilon": 2.0}, teach=changed).plan
+    plan = writing_school(privacy={"noise_multiplier": None, "epsilon": 2.0}, teach=changed).plan
     assert {charge.name: charge.count for charge in plan.charges} == {TOKENS: 4, CHECKS: 15}
     assert 1.999 < plan.epsilon <= 2.0 and dict(plan.settings)["votes for a token, threshold"] == 2.0
 
@@ -122,7 +120,7 @@ def test_the_shipped_recipe_of_completions_is_planned(tmp_path):
         rows = [dict(zip(names, (f"{start}[{n}]", f"{start} {n} is open."), strict=True)) for n in range(450)]
         (tmp_path / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
     more = [f"data.path={tmp_path / 'private.jsonl'}", f"teach.public_prompts={tmp_path / 'public.jsonl'}"]
-    recipe = load_query_recipe("teach_e2e", [*more, "data.eval_split=null", "data.eval_fraction=0.1"], "teach")
+    recipe = load_query_recipe("teach_e2e", [*more, "data.eval=0.1"], "teach")
     plan = prepare(recipe).plan
     assert 7.999 < plan.epsilon <= 8 and plan.charge(TOKENS).count == 2000
     assert plan.charge(TOKENS).event.noise_multiplier * 2**0.5 == pytest.approx(40, abs=1)

@@ -80,7 +80,7 @@ def test_another_unit_changes_the_votes_of_one_teacher(tmp_path, monkeypatch):
 )
 def test_a_teacher_starts_where_every_teacher_starts(school, tmp_path):
     """Whatever was trained before: otherwise later teachers would have seen earlier units."""
-    classroom = rooms.Classroom(school(model={"peft": {"r": 2, "target_modules": "all-linear"}}))
+    classroom = rooms.Classroom(school(model={"adapter": {"r": 2, "target_modules": "all-linear"}}))
     model = classroom.base.begin()
     start = {name: value.clone() for name, value in model.state_dict().items()}
     section = classroom.prepared.options.train
@@ -135,7 +135,11 @@ def test_a_run_releases_labels_and_a_student_and_verifies(school, tmp_path, caps
     """Nothing of the teachers is written or shown; the labels are JSON lines in the private records' columns."""
     held_out = tmp_path / "dev.jsonl"
     held_out.write_text(json.dumps({"text": "the dog", "label": 1}) + "\n")
-    prepared = school(data={"eval_path": str(held_out), "eval_is_public": True})
+    prepared = school(
+        data={
+            "eval": {"path": str(held_out), "public": True},
+        }
+    )
     taught = teaching.teach(prepared, _quiet, _quiet)
     folder = tmp_path / "run"
     lines = [json.loads(line) for line in (folder / "labels.jsonl").read_text().splitlines()]
@@ -190,7 +194,7 @@ def test_a_file_in_the_place_of_a_result_is_refused_before_a_teacher_is_trained(
 
 def test_held_out_private_records_are_counted_as_disclosures(school, tmp_path):
     """The student's accuracy on them is not covered."""
-    taught = teaching.teach(school(data={"eval_fraction": 0.25}), _quiet, _quiet)
+    taught = teaching.teach(school(data={"eval": 0.25}), _quiet, _quiet)
     assert list(taught.figures) == ["accuracy of the student on the held-out records"]
     assert "Nothing that the ledger knows of" not in (tmp_path / "run" / "privacy_report.md").read_text()
 

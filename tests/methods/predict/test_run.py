@@ -42,7 +42,7 @@ def recipe(tmp_path, model):
         sections = {
             "model": {"name": str(model)},
             "data": {"path": str(tmp_path / "records.jsonl"), "max_length": 12},
-            "privacy": {"target_epsilon": 2.0, "delta": 1e-3},
+            "privacy": {"epsilon": 2.0, "delta": 1e-3},
             "predict": {"texts": 4, "max_new_tokens": 6, "group_size": 10, "stop": None, "rows_per_pass": 4},
             "output_dir": str(tmp_path / "run"),
         }
@@ -114,7 +114,7 @@ def test_users_enter_with_all_their_records(recipe, monkeypatch):
     seen = []
     monkeypatch.setattr(sampler.GroupSampler, "text", lambda self, contexts, *_: seen.append(contexts) or "")
     read = recipe(
-        *("privacy.unit=user", "privacy.unit_column=person", "privacy.max_rows_per_unit=2"),
+        *("data.columns.unit=person", "privacy.max_rows_per_unit=2"),
         *("predict.group_size=5", 'predict.context="{person}: {text}"'),
     )
     plan, _ = carry_out(read)
@@ -151,19 +151,19 @@ def test_the_numbers_of_the_papers(recipe, options, target, found):
     """The number that is left out follows from ε: the clip of InvisibleInk, the group size of Amin et al."""
     kept = [] if found[0].startswith("clip") else ["predict.group_size=null"]
     options = [f"predict.{option}" for option in options]
-    plan = plan_prediction(recipe(*kept, *options, f"privacy.target_epsilon={target}", "privacy.delta=1e-6"), 50_000)
+    plan = plan_prediction(recipe(*kept, *options, f"privacy.epsilon={target}", "privacy.delta=1e-6"), 50_000)
     assert dict(plan.settings)[found[0]] == pytest.approx(found[1], abs=5e-6)
 
 
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["privacy.target_epsilon=1e-7"], "cannot be reached"),
+        (["privacy.epsilon=1e-7"], "cannot be reached"),
         (["predict.group_size=41"], "there are 40 units"),
         (["predict.clip=5", "predict.temperature=1"], "leave clip out"),
         (['predict.context="{name}"'], "names the column 'name'"),
         (["predict.max_new_tokens=60"], "the model sees 64"),
-        (["model.peft={r: 4}"], "leave model.task"),
+        (["model.adapter={r: 4}"], "leave model.task"),
         (["model=null"], "give model.name"),
     ],
 )
@@ -224,9 +224,7 @@ def test_another_plan_is_refused(recipe):
 
 
 @pytest.mark.parametrize("kind", ["invisible-ink", "logits"])
-@pytest.mark.parametrize(
-    "unit", [[], ["privacy.unit=user", "privacy.unit_column=person", "privacy.max_rows_per_unit=2"]]
-)
+@pytest.mark.parametrize("unit", [[], ["data.columns.unit=person", "privacy.max_rows_per_unit=2"]])
 def test_the_audit_reads_its_numbers_from_the_plan(recipe, kind, unit):
     """Clip, group and temperature in the settings are those of the event that a trial charges."""
     plan = plan_prediction(recipe(f"predict.kind={kind}", *unit), 20 if unit else 40)

@@ -42,7 +42,7 @@ def test_the_departments_are_planned_and_counted(tmp_path: Path) -> None:
     recipe = load_query_recipe("label_counts")
     result = CliRunner().invoke(app, ["plan", "label_counts", "--json"])
     plan = json.loads(result.stdout)
-    assert plan["num_units"] == 6000 and 0.999 < plan["epsilon_zero_out"] <= 1 == recipe.privacy.target_epsilon
+    assert plan["num_units"] == 6000 and 0.999 < plan["epsilon_zero_out"] <= 1 == recipe.privacy.epsilon
     assert plan["charges"][0]["count"] == 1 and plan["settings"]["largest change by one unit (l2), zero-out"] == 3
 
 

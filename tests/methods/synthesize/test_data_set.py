@@ -33,9 +33,10 @@ def records_of(folder: Path, labels: list[str], **privacy: object) -> Path:
     """Records beside a run, and the recipe that names them."""
     path = folder / "private.jsonl"
     path.write_text("".join(json.dumps({"kind": label, "text": "x"}) + "\n" for label in labels))
+    columns = {"unit": privacy.pop("unit")} if "unit" in privacy else {}
     recipe = {
         "model": {"name": "gpt2"},
-        "data": {"path": str(path), "max_length": 16, "format": "text"},
+        "data": {"path": str(path), "max_length": 16, "format": "text", "columns": columns},
         "privacy": {"noise_multiplier": 2.0, "clip_norm": 1.0, "expected_batch_size": 10, **privacy},
         "train": {"output_dir": str(folder), "max_steps": 3},
     }
@@ -201,7 +202,7 @@ def test_users_rows_are_cut_and_the_noise_grows_with_them(tmp_path):
     """At most k rows of a user are counted; one more of a user changes nothing, and the noise is σ k."""
     folder = tmp_path / "run"
     folder.mkdir()
-    privacy = {"unit": "user", "unit_column": "who", "max_rows_per_unit": 4}
+    privacy = {"unit": "who", "max_rows_per_unit": 4}
     records_of(folder_of(folder, **privacy), ["pub"] * 500, **privacy)
     lines = [{"kind": "pub", "text": "x", "who": place} for place in range(500)]
     lines += [{"kind": "cafe", "text": "x", "who": 7}] * 50

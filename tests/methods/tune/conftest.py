@@ -15,8 +15,8 @@ from tests.small_model import WORDS, save_small_model
 
 RECIPE = """
 model: {{name: {model}}}
-data: {{path: {folder}/records.jsonl, eval_path: {folder}/public.jsonl, eval_is_public: true, max_length: 32}}
-privacy: {{target_epsilon: 8, clip_norm: 1, expected_batch_size: 20, delta: 1.0e-3, dataset: words}}
+data: {{path: {folder}/records.jsonl, eval: {{path: {folder}/public.jsonl, public: true}}, max_length: 32}}
+privacy: {{epsilon: 8, clip_norm: 1, expected_batch_size: 20, delta: 1.0e-3, dataset: words}}
 train: {{output_dir: unused, max_steps: 2, per_device_train_batch_size: 32, use_cpu: true, disable_tqdm: true,
   dataloader_pin_memory: false, learning_rate: 1.0e-3}}
 release: {{data_holder: a, audience: b, other_uses: none}}

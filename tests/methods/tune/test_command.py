@@ -40,8 +40,8 @@ def test_the_cost_is_printed_before_anything_is_drawn(recipe_file, search_file, 
 
 def test_a_mistake_is_one_line(recipe_file, search_file):  # noqa: F811
     """As for every command."""
-    assert "data.eval_is_public=true" in refuse(
-        ["tune", str(recipe_file), "--search", str(search_file), "data.eval_is_public=false"]
+    assert "data.eval.public=true" in refuse(
+        ["tune", str(recipe_file), "--search", str(search_file), "data.eval.public=false"]
     )
     assert "cannot be read" in refuse(["tune", str(recipe_file), "--search", "nowhere.yaml"])
 

@@ -49,7 +49,7 @@ class Draws(SystemDraws):
 
 
 NEVER = Draws(-1)
-NOISE = ["privacy.target_epsilon=null", "privacy.noise_multiplier=1"]
+NOISE = ["privacy.epsilon=null", "privacy.noise_multiplier=1"]
 
 
 def never_run(recipe: Path, log: Path) -> int:
@@ -246,17 +246,17 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("given", "words"),
         [
-            (["data.eval_is_public=false"], "data.eval_is_public=true"),
-            (["data.eval_path=null", "data.eval_is_public=false"], "data.eval_is_public=true"),
+            (["data.eval.public=false"], "data.eval.public=true"),
+            (["data.eval=null", "data.eval.public=false"], "data.eval.public=true"),
             (["train.push_to_hub=true"], "push_to_hub"),
             (["train.report_to=tensorboard"], "report_to"),
             (["train.resume_from_checkpoint=true"], "resume_from_checkpoint"),
             (["privacy.seed=1"], "seed"),
             (["privacy.max_batch_size=30"], "max_batch_size"),
-            (["privacy.noise_multiplier=1"], "both target_epsilon and noise_multiplier"),
+            (["privacy.noise_multiplier=1"], "both epsilon and noise_multiplier"),
             (["privacy.stop=independent"], "stop"),
             (["privacy.selection={kind: geometric, mean: 3}"], "leave it out of the recipe"),
-            (["privacy.target_epsilon=null", "privacy.noise_multiplier=0"], "add noise"),
+            (["privacy.epsilon=null", "privacy.noise_multiplier=0"], "add noise"),
         ],
     )
     def test_recipes_that_no_tuning_covers(self, recipe_file, search, given, words):

@@ -410,7 +410,6 @@ def steps(folder, model, rows, loss_of=lm_loss, count=4, clip_norm=0.5, after=la
     plan = make_plan(
         PrivacyConfig(
             unit="user",
-            unit_column="user",
             max_rows_per_unit=3,
             noise_multiplier=1.0,
             clip_norm=clip_norm,
@@ -631,7 +630,7 @@ def test_losses_that_are_small_or_not_finite_are_not_refused(tmp_path):
 def test_rows_drawn_one_by_one_and_bert_pass_through_the_trainer(tmp_path):
     """`sampling: example`, dropout, a classifier that pools at its first token."""
     model = BertForSequenceClassification(BertConfig(**ONE, max_position_embeddings=64))
-    config = privacy(expected_batch_size=8, unit="user", unit_column="user", max_rows_per_unit=2, sampling="example")
+    config = privacy(expected_batch_size=8, unit="user", max_rows_per_unit=2, sampling="example")
     dataset = unequal(40, classes=True, user=[n // 2 for n in range(40)])
     run = trainer(tmp_path, model, dataset, steps=2, config=config)
     run.train()
