@@ -1,21 +1,20 @@
-"""`dpllm init`: a recipe for one's own records, from a few questions or from options."""
+"""`dpllm init`: a recipe for one's own records, from the columns of the file, a few answers and rules."""
 
 from __future__ import annotations
 
-import inspect
 import itertools
+import shlex
+import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
-from dpllm.cli.common import command
-from dpllm.config.formats.catalogue import COLUMNS, FORMATS, formats_of
+from dpllm.cli.common import command, listed, show_table, wrapped
+from dpllm.config.formats.catalogue import FORMATS
 from dpllm.config.formats.record_format import TextLabel, columns_in
 from dpllm.config.values import between, choice, integer, nearest
 
@@ -26,129 +25,62 @@ if TYPE_CHECKING:
     from dpllm.planning.new_recipe import NewRecipe, Wishes
 
 EPSILON = 8.0
+RECORD = "record"
+"""The answer that protects each record by itself."""
 ASKED_FORMATS = tuple(name for name, kind in FORMATS.items() if kind.asked)
 _ALIASES = {alias: name for name, kind in FORMATS.items() for alias in kind.aliases}
 _COLUMNS = {name: columns_in(FORMATS[name]) for name in ASKED_FORMATS}
-_RECORD = "record"
 _OUTPUT = "recipe.yaml"
+_UNIT = "data.columns.unit"
 
 
-_RECORDS = "The private records: .jsonl, .csv, .parquet, .xlsx, .txt and more; a file, a folder or a pattern."
-Records = Annotated[
-    str | None, typer.Argument(metavar="DATA", help=f"{_RECORDS} The same as --data.", show_default=False)
-]
-Data = Annotated[str | None, typer.Option(help=_RECORDS)]
-Format = Annotated[
-    str | None, typer.Option(help="; ".join(f"{name}: {FORMATS[name].about}" for name in ASKED_FORMATS) + ".")
-]
-Classes = Annotated[
-    str | None, typer.Option(help="Of a classification: the names of the classes, in order, or their number.")
-]
-UnitColumn = Annotated[
-    str | None,
-    typer.Option(help="Protect all records with the same value in this column together, such as patient_id."),
-]
-Unit = Annotated[str | None, typer.Option(help="record protects each record by itself; user needs a column.")]
-MaxRowsPerUnit = Annotated[int | None, typer.Option(help="k: how many records of one user may be used.")]
-Model = Annotated[str | None, typer.Option(help="A folder with a transformers model, or a Hub id.")]
-Adapter = Annotated[
-    bool | None,
-    typer.Option("--adapter/--full", help="Train a LoRA adapter, or all weights.", show_default="by the size"),
-]
-Rank = Annotated[int | None, typer.Option(help="Rank of the adapter; by default 16.")]
-Epsilon = Annotated[float | None, typer.Option(help="ε of the whole run; by default 8.")]
-MaxLength = Annotated[int | None, typer.Option(help="The most tokens of a row; by default at most 512.")]
-HeldOut = Annotated[float | None, typer.Option(help="Share of the units to hold out; 0 holds out none.")]
-Encoding = Annotated[str | None, typer.Option(help="Encoding of a text file; by default found by looking.")]
-StartIsIndependent = Annotated[
-    bool,
-    typer.Option("--start-is-independent", help="Declare that the model holds nothing of the private records."),
-]
-Reading = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="KEY=VALUE",
-        help="How the records are read, as in a recipe: data.missing=drop, data.split, data.field.",
-        show_default=False,
-    ),
-]
-Output = Annotated[Path | None, typer.Option(help="The recipe to write; by default recipe.yaml.")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: take the proposal for each missing option.")]
-
-
-def _with_columns(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command an option for each column that a format of `ASKED_FORMATS` has, in the place of its ``**``."""
-    options: list[inspect.Parameter] = []
-    for key in COLUMNS:
-        if any(key in own for own in _COLUMNS.values()):
-            about = f"The column of {COLUMNS[key].words}; by default found by its name."
-            kind = Annotated[str | None, typer.Option(help=about, show_default=False)]
-            options.append(
-                inspect.Parameter(f"{key}_column", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
-            )
-    signature = inspect.signature(command, eval_str=True)
-    own = [item.replace(kind=inspect.Parameter.KEYWORD_ONLY) for item in signature.parameters.values()][:-1]
-    place = [item.name for item in own].index("format") + 1
-    command.__signature__ = signature.replace(parameters=[*own[:place], *options, *own[place:]])  # type: ignore[attr-defined]
-    return command
-
-
-@command("dpllm init notes.jsonl --yes")
-@_with_columns
+@command("dpllm init notes.csv model=openai-community/gpt2 data.columns.unit=patient_id --yes")
 def init(
-    records: Records = None,
-    reading: Reading = None,
-    data: Data = None,
-    format: Format = None,
-    classes: Classes = None,
-    unit_column: UnitColumn = None,
-    unit: Unit = None,
-    max_rows_per_unit: MaxRowsPerUnit = None,
-    model: Model = None,
-    adapter: Adapter = None,
-    rank: Rank = None,
-    epsilon: Epsilon = None,
-    max_length: MaxLength = None,
-    held_out: HeldOut = None,
-    encoding: Encoding = None,
-    start_is_independent: StartIsIndependent = False,
-    output: Output = None,
-    yes: Yes = False,
-    **columns: str | None,
+    records: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RECORDS",
+            help="The private records: .jsonl, .csv, .parquet, .xlsx, .txt and more; a file, a folder or a pattern.",
+            show_default=False,
+        ),
+    ] = None,
+    keys: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE",
+            help="What you have decided, as in a recipe: model=FOLDER, privacy.epsilon=3, data.columns.text=note, "
+            "data.columns.unit=patient_id (null: each record by itself), data.eval=0.1, data.max_length=256, "
+            "data.class_names=[no, yes], data.missing=drop, model.adapter=null (train all weights) or {r: 8}.",
+            show_default=False,
+        ),
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="The recipe to write; by default recipe.yaml.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: take what the columns show.")] = False,
 ) -> None:
-    """Write a recipe for your own records: it asks what it needs, and computes the other settings with a reason each.
+    """Look at your records, and write a recipe for them: every setting is computed, with its reason.
 
-    It reads the records here and writes only the recipe. Of the records, only their public number and the names and
-    kinds of their columns determine a setting.
+    In a terminal it asks for what the columns do not show; elsewhere it stops with the key that answers. Only their
+    public number and the names and kinds of their columns determine a setting.
     """
-    options = _Options(unit_column, unit, max_rows_per_unit, adapter, rank, max_length, held_out, start_is_independent)
-    options.check()
-    columns = {key.removesuffix("_column"): name for key, name in columns.items()}
-    ask = _Questions(yes)
-    keys = [*(reading or ())]
-    if records is not None and data is not None and "=" in records:  # the records are given by --data
-        keys.insert(0, records)
-        records = None
-    given = _one_of(records, data)
-    if epsilon is not None:
-        _epsilon(epsilon)
-    target = None if output is None and not yes else _checked_output(output or _OUTPUT)
-    how = _reading_keys(keys, encoding)
-    path, found = _records(ask, given, how)
-    section = _data(ask, path, found, how, format, columns)
-    of_user = _unit(ask, options, found, section)
-    used = [*section.form.names, of_user]
-    typer.echo(f"read as {section.format}: {', '.join(name for name in used if name in found.kinds)}")
-    if unused := [name for name in found.kinds if name not in used]:
-        typer.echo(f"not used: {', '.join(unused)}")
-    if "missing" not in how:
+    words = [*(keys or ())]
+    if records is not None and "=" in records and not Path(records).exists():
+        words, records = [records, *words], None
+    given = _Given.of(words, records)
+    ask = _Questions(not yes and at_terminal())
+    if output is not None or not ask.asks:
+        output = _checked_output(output or _OUTPUT)
+    path, found = _records(ask, given)
+    section = _data(ask, path, found, given)
+    of_user = _unit(ask, given, found, section)
+    if "missing" not in given.reading:
         section = _without_missing(ask, found, section, of_user)
-    of_classes = _classes(ask, section.form.name, classes)
-    name, at_hand = _model(ask, model)
-    value = ask.value("epsilon", epsilon, "ε of the whole run (up to 1 strong, up to 10 reasonable)", EPSILON, _epsilon)
-    if target is None:
-        target = ask.value("output", None, "The recipe to write", _OUTPUT, _checked_output)
-    wishes = options.wishes(section, name, value, str(_new_folder(target.stem)), of_user, of_classes)
+    classes = _classes(ask, section, given)
+    name, at_hand = _model(ask, given)
+    epsilon = ask.value(
+        "privacy.epsilon", given.epsilon, "ε of the whole run (up to 1 strong, up to 10 reasonable)", EPSILON, _epsilon
+    )
+    target = output or ask.value("--output", None, "The recipe to write", _OUTPUT, _checked_output)
+    wishes = given.wishes(section, name, epsilon, given.output_dir or str(_new_folder(target.stem)), of_user, classes)
     typer.echo(f"reading all records of {path}; then computing noise and learning rate")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # transformers, about names of options that will change
@@ -159,47 +91,101 @@ def init(
     _show(target, wishes, made, notes if at_hand is not None else ())
 
 
-def _one_of(records: str | None, data: str | None) -> str | None:
-    """Return the private records, which are given by their place or by --data."""
-    if records is not None and data is not None and records != data:
-        raise ValueError(f"the private records are given twice, {records} and --data {data}: give one of them")
-    return data if records is None else records
+def at_terminal() -> bool:
+    """Return whether somebody can answer."""
+    return sys.stdin.isatty()
 
 
-@dataclass(frozen=True)
-class _Options:
-    """The options that are numbers or choices, checked before anything is read."""
+@dataclass(frozen=True, kw_only=True)
+class _Given:
+    """The keys of the command line, checked before anything is read; None: not given."""
 
-    unit_column: str | None
-    unit: str | None
-    max_rows_per_unit: int | None
-    adapter: bool | None
-    rank: int | None
+    path: str | None
+    reading: Mapping[str, Any]
+    """How the records are read: keys of `DataSource` and `FileReading`."""
+    columns: Mapping[str, Any]
+    form: str | None
+    classes: Any
     max_length: int | None
     held_out: float | None
+    model: str | None
+    adapter: bool | None
+    rank: int | None
     start_is_independent: bool
+    epsilon: Any
+    rows: int | None
+    output_dir: str | None
+
+    @classmethod
+    def of(cls, words: Sequence[str], records: str | None) -> _Given:
+        """Return the values of key=value.
+
+        Raises:
+            ValueError: a key is none that init takes, a value is out of range, or two contradict each other.
+        """
+        from dpllm.config.data_section import DataSource, FileReading
+        from dpllm.config.recipe import apply_override
+
+        reading = [one.name for kind in (DataSource, FileReading) for one in fields(kind)]
+        known = [*(f"data.{name}" for name in (*reading, "columns", "format", "class_names", "max_length", "eval"))]
+        known += ["model", "model.name", "model.adapter", "model.start_is_independent", "model.num_labels"]
+        known += ["privacy.epsilon", "privacy.max_rows_per_unit", "train.output_dir"]
+        raw: dict[str, Any] = {}
+        for word in words:
+            key = word.partition("=")[0].strip()
+            if "=" in word and key not in known and not key.startswith(("data.columns.", "model.adapter.")):
+                raise ValueError(
+                    f"{key}: init takes {', '.join(known)}{nearest(key, known) or '.'} Change other keys in the recipe "
+                    "that it writes"
+                )
+            apply_override(raw, word)
+        data, model, privacy = raw.get("data", {}), raw.get("model", {}), raw.get("privacy", {})
+        model = {"name": model} if isinstance(model, str) else model
+        if records is not None and data.get("path", records) != records:
+            raise ValueError(f"the private records are given twice, {records} and data.path={data['path']}")
+        adapter = model.get("adapter", False)
+        if isinstance(adapter, dict) and (strange := [key for key in adapter if key != "r"]):
+            raise ValueError(f"model.adapter.{strange[0]}: init takes the rank r, and computes the rest")
+        rank = adapter.get("r") if isinstance(adapter, dict) else None
+        made = cls(
+            path=records or data.get("path"),
+            reading={key: value for key, value in data.items() if key in reading and key not in ("path", "max_length")},
+            columns=data.get("columns") or {},
+            form=data.get("format"),
+            classes=data.get("class_names", model.get("num_labels")),
+            max_length=data.get("max_length"),
+            held_out=(data["eval"] or 0.0) if "eval" in data else None,
+            model=model.get("name"),
+            adapter=None if "adapter" not in model else adapter is not None,
+            rank=rank,
+            start_is_independent=model.get("start_is_independent") is True,
+            epsilon=privacy.get("epsilon"),
+            rows=privacy.get("max_rows_per_unit"),
+            output_dir=raw.get("train", {}).get("output_dir"),
+        )
+        made.check()
+        return made
 
     def check(self) -> None:
         """Check ranges and combinations.
 
         Raises:
-            ValueError: an option is out of range, or contradicts another one.
+            ValueError: a value is out of range, or contradicts another one.
         """
-        if self.unit not in (None, _RECORD, "user"):
-            raise ValueError(f"--unit must be record or user, got {self.unit!r}")
-        if self.unit == _RECORD and self.unit_column is not None:
-            raise ValueError("--unit record protects single records, and --unit-column names users: give one of them")
-        if self.unit == _RECORD and self.max_rows_per_unit is not None:
-            raise ValueError("--max-rows-per-unit belongs to users: omit it, or give --unit-column")
-        if self.rank is not None and self.adapter is False:
-            raise ValueError("--rank belongs to an adapter, and --full trains all weights: give one of them")
-        for name, number, least in (("max-rows-per-unit", self.max_rows_per_unit, 1), ("rank", self.rank, 1)):
-            if number is not None:
-                integer(f"--{name}", number, least)
+        if self.epsilon is not None:
+            _epsilon(self.epsilon)
+        if self.rows is not None:
+            integer("privacy.max_rows_per_unit", self.rows, 1)
+        if self.rows is not None and "unit" in self.columns and self.columns["unit"] is None:
+            raise ValueError(f"privacy.max_rows_per_unit belongs to people, and {_UNIT}=null protects single records")
+        if self.rank is not None:
+            integer("model.adapter.r", self.rank, 1)
         if self.max_length is not None:
-            integer("--max-length", self.max_length, 2)
+            integer("data.max_length", self.max_length, 2)
+        if isinstance(self.held_out, str | dict):
+            raise ValueError("data.eval: init takes a share of the units, or null; set a path in the recipe it writes")
         if self.held_out is not None:
-            between("--held-out", self.held_out, 0, 1, below=True)
+            between("data.eval", self.held_out, 0, 1, below=True)
 
     def wishes(
         self,
@@ -219,7 +205,7 @@ class _Options:
             epsilon=epsilon,
             output_dir=output_dir,
             unit_column=unit_column,
-            rows=self.max_rows_per_unit,
+            rows=self.rows,
             classes=classes,
             adapter=self.adapter,
             rank=self.rank,
@@ -231,21 +217,21 @@ class _Options:
 
 @dataclass(frozen=True)
 class _Questions:
-    """Asks for a value that no option gives; with --yes it takes the proposal.
+    """Asks for a value that no key gives; where nobody can answer it takes the proposal.
 
     Attributes:
-        yes: whether nothing is asked.
+        asks: whether somebody answers.
     """
 
-    yes: bool
+    asks: bool
 
     def value(
-        self, option: str, given: Any, words: str, proposal: Any, check: Callable[[Any], Any], note: str = ""
+        self, key: str, given: Any, words: str, proposal: Any, check: Callable[[Any], Any], note: str = ""
     ) -> Any:
-        """Return a checked value; a wrong answer is asked again, a wrong option is an error.
+        """Return a checked value; a wrong answer is asked again, a wrong key is an error.
 
         Args:
-            option: name of the option, without dashes.
+            key: the key of the recipe, or the option.
             given: its value; None: it was not given.
             words: the question.
             proposal: the value without an answer; None: there is none.
@@ -253,16 +239,16 @@ class _Questions:
             note: printed above the question.
 
         Raises:
-            ValueError: the option is wrong, or there is neither an option nor an answer nor a proposal.
+            ValueError: the given value is wrong, or there is neither a value nor an answer nor a proposal.
         """
         if given is not None:
             return check(given)
-        if self.yes:
+        if not self.asks:
             if proposal is None:
-                raise ValueError(f"--{option} is missing, and there is no proposal for it: give --{option}")
+                raise ValueError(f"{key} is missing, and nothing shows it: add {key}=…")
             return check(proposal)
         if note:
-            typer.echo(note)
+            typer.echo(wrapped(note))
         while True:
             try:
                 answer = typer.prompt(
@@ -271,8 +257,8 @@ class _Questions:
             except typer.Abort as error:
                 typer.echo("")
                 raise ValueError(
-                    f"the questions ended at --{option}, and nothing was written: give --{option}, or take the "
-                    "proposals with --yes"
+                    f"the questions ended at {key}, and nothing was written: add {key}=…, or take what the columns "
+                    "show with --yes"
                 ) from error
             try:
                 return check(answer)
@@ -280,34 +266,8 @@ class _Questions:
                 typer.echo(f"  {error}")
 
 
-def _reading_keys(overrides: Sequence[str], encoding: str | None) -> dict[str, Any]:
-    """Return the keys of the section ``data`` that say how records are read, as they are given.
-
-    Raises:
-        ValueError: an override names another key.
-    """
-    from dpllm.config.data_section import DataSource, FileReading
-    from dpllm.config.recipe import apply_override
-
-    raw: dict[str, Any] = {} if encoding is None else {"data": {"encoding": encoding}}
-    known = {f"data.{one.name}" for kind in (DataSource, FileReading) for one in fields(kind)}
-    known -= {"data.path", "data.max_length"}
-    for override in overrides:
-        key = override.partition("=")[0].strip()
-        if "=" in override and key not in known:
-            raise ValueError(f"{key}: init takes {', '.join(sorted(known))}; change other keys in the recipe it writes")
-        apply_override(raw, override)
-    return dict(raw.get("data", {}))
-
-
-def _records(ask: _Questions, given: str | None, how: dict[str, Any]) -> tuple[str, Columns]:
-    """Return the place of the records, and the columns of the file.
-
-    Args:
-        ask: the questions.
-        given: the place.
-        how: keys of the section ``data`` that are known.
-    """
+def _records(ask: _Questions, given: _Given) -> tuple[str, Columns]:
+    """Return the place of the records, and the columns of the file."""
 
     def check(name: str) -> tuple[str, Columns]:
         path = _some_text(name)
@@ -315,82 +275,101 @@ def _records(ask: _Questions, given: str | None, how: dict[str, Any]) -> tuple[s
         from dpllm.config import DataConfig
         from dpllm.data.columns import columns_of
 
-        return path, columns_of(DataConfig(path=path, max_length=2, **how))
+        return path, columns_of(DataConfig(path=path, max_length=2, **given.reading))
 
-    path, found = ask.value("data", given, "The private records (file, folder or pattern)", None, check)
-    width = max(map(len, found.facts), default=0)
-    typer.echo("columns, each with an example (private, for your eyes only):")
-    for name, facts in found.facts.items():
-        typer.echo(f"  {name:<{width}}  {facts.example:<34}  {facts.words}")
+    path, found = ask.value("RECORDS", given.path, "The private records (file, folder or pattern)", None, check)
+    _show_columns(path, found, _uses(found, given))
     return path, found
 
 
-def _data(
-    ask: _Questions, path: str, found: Columns, how: dict[str, Any], form: str | None, given: dict[str, str | None]
-) -> DataConfig:
+def _uses(found: Columns, given: _Given) -> dict[str, str]:
+    """Return column -> use: the given ones, and the proposed ones."""
+    form = given.form or _format_of(given.columns) or found.guessed_format()
+    uses: dict[str, str] = {}
+    for key in _COLUMNS.get(str(form), {}):
+        name = given.columns.get(key) or found.proposed(key, list(uses))
+        if name is not None:
+            uses[name] = key
+    unit = given.columns.get("unit", next(iter(found.people), None))
+    return {**uses, **({unit: "unit"} if unit is not None else {})}
+
+
+def _show_columns(path: str, found: Columns, uses: Mapping[str, str]) -> None:
+    rows = [
+        (name, facts.example and f'"{facts.example}"', facts.words, f"→ {uses[name]}" if name in uses else "not used")
+        for name, facts in found.facts.items()
+    ]
+    title = f"{path}, {len(rows)} columns (the examples are private, for your eyes only)"
+    show_table(("column", "first value", "", "use"), rows, title, left=(0, 1, 2, 3))
+
+
+def _data(ask: _Questions, path: str, found: Columns, given: _Given) -> DataConfig:
     """Return the section ``data`` without its length."""
     from dpllm.config import DataConfig
 
-    proposal = _format_of_options(given) or found.guessed_format()
+    columns = {key: name for key, name in given.columns.items() if key != "unit"}
+    proposal = _format_of(columns) or found.guessed_format()
     other = found.format_of_others()
-    if proposal is None and form is None and other is not None:
+    if proposal is None and given.form is None and other is not None:
         raise ValueError(
             f"{path}: the columns {' and '.join(FORMATS[other]().required)} are those of {FORMATS[other].about} (data."
-            f"format {other}), for which init writes no recipe: begin with one of recipes/README.md, or give --format "
-            "and the columns"
+            f"format={other}), for which init writes no recipe: begin with one of recipes/README.md, or give data."
+            "format and the columns"
         )
-    if proposal is None and form is None and ask.yes:
-        longest = found.longest_prose()
-        option = "--text-column NAME" if longest is None else f"--text-column {longest}"
+    if proposal is None and given.form is None and not ask.asks:
         raise ValueError(
             f"{path}: no column has both a usual name and sentences in it, so nothing is proposed: say what the "
-            f"columns above are, such as {option}"
+            f"columns above are, such as data.columns.text={found.longest_prose() or 'NAME'}"
         )
-    chosen = ask.value("format", form, f"Format: {', '.join(ASKED_FORMATS)}", proposal, _format)
-    strange = [key for key, name in given.items() if name is not None and key not in _COLUMNS[chosen]]
-    if strange:
+    chosen = ask.value("data.format", given.form, f"Format: {', '.join(ASKED_FORMATS)}", proposal, _format)
+    if strange := [key for key in columns if key not in _COLUMNS[chosen]]:
         raise ValueError(
-            f"--{strange[0]}-column does not belong to the format {chosen}, whose columns are "
-            f"{' and '.join(f'--{key}-column' for key in _COLUMNS[chosen])}"
+            f"data.columns.{strange[0]} does not belong to the format {chosen}, whose columns are "
+            f"{', '.join(_COLUMNS[chosen])}"
         )
     names: dict[str, Any] = {}
     for key, about in _COLUMNS[chosen].items():
-        option = f"{key}-column"
         proposed = found.proposed(key, list(names.values()))
-        words = f"Column of {about.words}"
-        if about.optional and given[key] is None and proposed is None:
+        if about.optional and columns.get(key) is None and proposed is None:
             continue
-        names[key] = ask.value(option, given[key], words, proposed, lambda name: _column(path, found, name))
-    return DataConfig(path=path, format=chosen, max_length=2, **how, columns=names)
+        names[key] = ask.value(
+            f"data.columns.{key}",
+            columns.get(key),
+            f"Column of {about.words}",
+            proposed,
+            lambda name: _column(path, found, name),
+        )
+    return DataConfig(path=path, format=chosen, max_length=2, **given.reading, columns=names)
 
 
-def _unit(ask: _Questions, options: _Options, found: Columns, section: DataConfig) -> str | None:
-    """Return the column of the user's id; None: records are the units."""
-    if options.unit == _RECORD:
-        return None
-    proposal = found.people[0] if found.people else None
-    check = lambda name: _column(section.path, found, name)  # noqa: E731
-    if options.unit_column is not None:
-        return check(options.unit_column)
-    if options.unit == "user" or options.max_rows_per_unit is not None:
-        return ask.value("unit-column", None, "Column with the user's id", proposal, check)
+def _unit(ask: _Questions, given: _Given, found: Columns, section: DataConfig) -> str | None:
+    """Return the column of the person's id; None: records are the units."""
+    if "unit" in given.columns:
+        name = given.columns["unit"]
+        return None if name is None else _column(section.path, found, name)
     note = (
         "Who is protected: one record by itself, or all records of one person together? If a person may have several "
         "records, name the column of their ids."
     )
+    proposal = next(iter(found.people), None) or (None if given.rows is not None else RECORD)
     answer = ask.value(
-        "unit-column",
+        _UNIT,
         None,
-        f"Column with the person's id, or {_RECORD}",
-        proposal or _RECORD,
-        lambda name: name if name == _RECORD else check(name),
+        f"Column with the person's id, or {RECORD}",
+        proposal,
+        lambda name: name if name == RECORD else _column(section.path, found, name),
         note,
     )
-    if answer == _RECORD and _RECORD not in found.kinds:
-        return None
-    if ask.yes:
-        typer.echo(f"all records with the same {answer} are protected together (--unit record: each by itself)")
-    return str(answer)
+    alone = answer == RECORD and RECORD not in found.kinds
+    if not ask.asks:
+        typer.echo(
+            wrapped(
+                f"each record is protected by itself ({_UNIT}=COLUMN: all records of a person together)"
+                if alone
+                else f"all records with the same {answer} are protected together ({_UNIT}=null: each by itself)"
+            )
+        )
+    return None if alone else str(answer)
 
 
 def _without_missing(ask: _Questions, found: Columns, section: DataConfig, of_user: str | None) -> DataConfig:
@@ -402,9 +381,9 @@ def _without_missing(ask: _Questions, found: Columns, section: DataConfig, of_us
     if not lacking:
         return section
     words = f"some records have no value in {' and '.join(lacking)}"
-    if ask.yes:
+    if not ask.asks:
         raise ValueError(
-            f"{words}: data.missing=drop, after the path, leaves them out before N is counted; or fill the values in"
+            f"{words}: data.missing=drop leaves them out before N is counted; or fill the values in the file"
         )
 
     def check(answer: str) -> str:
@@ -415,22 +394,22 @@ def _without_missing(ask: _Questions, found: Columns, section: DataConfig, of_us
     return replace(section, missing=answer)
 
 
-def _classes(ask: _Questions, form: str, given: str | None) -> int | list[str] | None:
-    if FORMATS[form].holds is not TextLabel:
-        if given is not None:
-            fitting = " or ".join(formats_of(TextLabel))
-            raise ValueError(f"--classes belongs to the format {fitting}, and the format is {form}: omit it")
+def _classes(ask: _Questions, section: DataConfig, given: _Given) -> int | list[str] | None:
+    if section.form.holds is not TextLabel:
+        if given.classes is not None:
+            raise ValueError(f"classes belong to a classification, and the format is {section.form.name}: omit them")
         return None
-    if given is None and ask.yes:
+    if given.classes is None and not ask.asks:
         raise ValueError(
-            "--classes is missing: name the classes in order (--classes no,yes) or give their number. They are public "
-            "facts, and are not collected from the private labels. --format text trains on the texts alone"
+            "the classes are missing: name them in order (data.class_names=[no, yes]) or give their number "
+            "(model.num_labels=2). They are public facts, and are not collected from the private labels. data.format="
+            "text trains on the texts alone"
         )
     words = "Names of the classes, in order, separated by commas, or their number"
-    return ask.value("classes", given, words, None, _class_names)
+    return ask.value("data.class_names", given.classes, words, None, _class_names)
 
 
-def _model(ask: _Questions, given: str | None) -> tuple[str, ModelAtHand | None]:
+def _model(ask: _Questions, given: _Given) -> tuple[str, ModelAtHand | None]:
     """Return the name of the model, and its facts if it is here."""
 
     def check(name: str) -> tuple[str, ModelAtHand | None]:
@@ -441,7 +420,8 @@ def _model(ask: _Questions, given: str | None) -> tuple[str, ModelAtHand | None]
         path = str(place) if place.is_dir() else name
         return path, model_at_hand(path)
 
-    return ask.value("model", given, "The model (a folder, or a Hub id such as openai-community/gpt2)", None, check)
+    words = "The model (a folder, or a Hub id such as openai-community/gpt2)"
+    return ask.value("model", given.model, words, None, check)
 
 
 def _new_folder(name: str) -> Path:
@@ -469,7 +449,7 @@ def _write(target: Path, made: NewRecipe) -> list[str]:
 def _show(target: Path, wishes: Wishes, made: NewRecipe, notes: Sequence[str]) -> None:
     from dpllm.planning.suggest import flow
 
-    plan, look, console = made.plan, made.look, Console(highlight=False, soft_wrap=True)
+    plan, look = made.plan, made.look
     noun = "users" if plan.unit == "user" else "records"
     of = f", by {wishes.unit_column}" if plan.unit == "user" else ""
     rows = [
@@ -483,9 +463,7 @@ def _show(target: Path, wishes: Wishes, made: NewRecipe, notes: Sequence[str]) -
         ("row", f"at most {made.value('data.max_length')} tokens"),
         *(("read", line) for line in look.read),
     ]
-    console.print(f"\n[bold]{escape(str(target))}[/bold]")
-    for name, value in rows:
-        console.print(f"  [dim]{name:<13}[/dim]  {escape(value)}")
+    typer.echo(f"\n{target}\n{listed(rows)}")
     how = "counted by the model's tokenizer" if look.measured else "estimated, 4 characters a token"
     seen = [
         f"tokens of a record: half have at most {look.tokens[0]:,}, 95 % at most {look.tokens[1]:,} ({how}); "
@@ -493,30 +471,20 @@ def _show(target: Path, wishes: Wishes, made: NewRecipe, notes: Sequence[str]) -
     ]
     if look.rows is not None:
         seen.append(f"records of a user: half have at most {look.rows[0]:,}, 95 % at most {look.rows[1]:,}")
-    console.print("\n[bold]Private, for your eyes only[/bold]; no setting depends on it:")
-    for line in seen:
-        console.print(f"  {line}", markup=False)
-    console.print("  A setting that you choose because of these figures is not covered by ε.")
-    console.print(
-        f"\nDependence on private records: the settings follow from N = {plan.num_units:,}, which is public by the "
-        "definition of the guarantee, and from the names and kinds of the columns."
+    seen.append("A setting that you choose because of these figures is not covered by ε.")
+    typer.echo("\nPrivate, for your eyes only; no setting depends on it:\n" + wrapped("\n".join(seen), 2))
+    typer.echo(
+        "\n"
+        + wrapped(
+            f"Dependence on private records: the settings follow from N = {plan.num_units:,}, which is public by the "
+            "definition of the guarantee, and from the names and kinds of the columns."
+        )
     )
     for note in (*made.notes, *notes):
-        console.print(f"Note: {note}", markup=False)
-    console.print("\n[bold]Next[/bold]")
-    for line, about in _next(target):
-        console.print(f"  {line}", markup=False, end="")
-        console.print(f"   # {about}", style="dim")
-
-
-def _next(target: Path) -> list[tuple[str, str]]:
-    import shlex
-
+        typer.echo(wrapped(f"Note: {note}"))
     name = shlex.quote(str(target))
-    return [
-        (f"dpllm plan {name}", "the guarantee and the predicted noise; nothing is trained"),
-        (f"dpllm train {name}", "train, and write model and privacy report"),
-    ]
+    typer.echo(f"\nNext\n  dpllm plan {name}   # the guarantee and the predicted noise; nothing is trained")
+    typer.echo(f"  dpllm train {name}   # train, and write model and privacy report")
 
 
 def _some_text(value: Any) -> str:
@@ -530,33 +498,33 @@ def _format(name: str) -> str:
     if chosen not in ASKED_FORMATS:
         others = [one for one in FORMATS if one not in ASKED_FORMATS]
         raise ValueError(
-            f"--format must be one of {', '.join(ASKED_FORMATS)}, got {name!r}{nearest(name, ASKED_FORMATS) or '.'} "
+            f"data.format must be one of {', '.join(ASKED_FORMATS)}, got {name!r}{nearest(name, ASKED_FORMATS) or '.'} "
             f"For {' and '.join(others)}, begin with a recipe of your own (recipes/README.md)"
         )
     return chosen
 
 
-def _format_of_options(given: dict[str, str | None]) -> str | None:
+def _format_of(columns: Mapping[str, Any]) -> str | None:
     """Return the format that the given columns imply."""
-    keys = {key for key, name in given.items() if name is not None}
+    keys = {key for key, name in columns.items() if name is not None}
     fitting = [name for name, own in _COLUMNS.items() if keys & own.keys()]
     return min(fitting, key=lambda name: (len(keys - _COLUMNS[name].keys()), len(_COLUMNS[name])), default=None)
 
 
-def _column(path: str, found: Columns, name: str) -> str:
+def _column(path: str, found: Columns, name: Any) -> str:
     if name not in found.kinds:
         raise ValueError(
-            f"{path}: no column '{name}'{nearest(name, found.kinds) or '.'} It has {', '.join(found.kinds)}"
+            f"{path}: no column '{name}'{nearest(str(name), found.kinds) or '.'} It has {', '.join(found.kinds)}"
         )
-    return name
+    return str(name)
 
 
-def _class_names(text: str) -> int | list[str]:
-    if text.strip().isdecimal():
-        return integer("--classes", int(text), 2)
-    names = [name.strip() for name in text.split(",")]
+def _class_names(given: Any) -> int | list[str]:
+    if isinstance(given, int) or (isinstance(given, str) and given.strip().isdecimal()):
+        return integer("model.num_labels", int(given), 2)
+    names = [str(name).strip() for name in (given if isinstance(given, list) else str(given).split(","))]
     if len(names) < 2 or not all(names) or len(set(names)) < len(names):
-        raise ValueError(f"--classes must be two or more different names, or their number, got {text!r}")
+        raise ValueError(f"data.class_names must be two or more different names, or their number, got {given!r}")
     return names
 
 
@@ -565,9 +533,9 @@ def _epsilon(value: Any) -> float:
 
     try:
         number = float(value)
-    except ValueError:
+    except (TypeError, ValueError):
         raise ValueError(f"ε must be a number such as 8, got {value!r}") from None
-    return between("--epsilon", number, 0, MAX_TARGET_EPSILON, above=True)
+    return between("privacy.epsilon", number, 0, MAX_TARGET_EPSILON, above=True)
 
 
 def _checked_output(path: Any) -> Path:
