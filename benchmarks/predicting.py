@@ -3,8 +3,8 @@ r"""Compare the texts of private prediction at equal ε: InvisibleInk, clipped l
     python benchmarks/predicting.py --model stories15M --data trainset.csv --held-out devset.csv \
         --judge-model stories260K --texts 60 --json predicting.json
 
-Each method is a run of ``dpllm predict`` on the same records, with the same groups of records, tokens and temperature,
-so its ledger, report and ε are those of the product. Nothing is trained but the judge.
+Each method is a run of ``dpllm methods predict`` on the same records, with the same groups of records, tokens and
+temperature, so its ledger, report and ε are those of the product. Nothing is trained but the judge.
 
 ε           as the run's ledger states it, for all texts together
 clip        the bound of one record's logits that this ε allows
@@ -67,7 +67,7 @@ def recipe_of(options: argparse.Namespace, kind: str, folder: Path) -> dict[str,
 
 
 def predicted(options: argparse.Namespace, kind: str, folder: Path) -> tuple[list[str], dict[str, Any]]:
-    """Run ``dpllm predict``; return its texts, and ε and clip."""
+    """Run ``dpllm methods predict``; return its texts, and ε and clip."""
     file = folder.with_suffix(".yaml")
     file.write_text(yaml.safe_dump(recipe_of(options, kind, folder)), encoding="utf-8")
     with contextlib.redirect_stdout(sys.stderr):

@@ -3,7 +3,7 @@
     python benchmarks/teachers.py --sst2 sst2 --output pate      # sst2/train.tsv and sst2/dev.tsv, as of GLUE
     cd pate
     dpllm train dpsgd.yaml
-    dpllm teach teach.yaml
+    dpllm methods pate teach.yaml
 
 Both trainings then have the same records, the same start and the same trained weights: a classifier of 770 numbers.
 Results are in docs/methods/answers.md.

@@ -56,7 +56,9 @@ class Method:
     """
 
     name: str
-    """Name of its section in a recipe, if it has one, and of its command."""
+    """Name of its section in a recipe, if it has one, and of its command below ``dpllm methods``."""
+    command: str | None = None
+    """Name of the command where it differs."""
     section: type | None = None
     """The dataclass of its section."""
     beside_train: bool = False
@@ -70,9 +72,7 @@ class Method:
     words: tuple[ReleaseWords, ...] = ()
     """The words of its releases for report and card."""
     commands: tuple[str, ...] = ()
-    """Places of the functions that add its commands to the application ``dpllm``, their argument."""
-    audit_commands: tuple[str, ...] = ()
-    """Places of those that add its commands to ``dpllm audit``."""
+    """Places of the functions behind its other commands, which are called like them."""
     query: str | None = None
     """Place of the `QueryCommand`: how a query recipe with its section is read, planned and carried out."""
     carry_out: str | None = None
@@ -87,6 +87,11 @@ class Method:
     JSON."""
     folder: MethodFolder | None = None
     """The folders it makes that are no folders of a run."""
+
+    @property
+    def invocation(self) -> str:
+        """The words that start its command: "dpllm methods count"."""
+        return f"dpllm methods {self.command or self.name}"
 
 
 @cache

@@ -163,7 +163,7 @@ def test_verify_finds_a_checkpoint_whose_ledger_was_cut_and_whose_report_was_mad
     """Plan, ledger and report then agree with each other, and the weights with none of them; it has no card."""
     cut_checkpoint(folder)
     (folder / "checkpoint-4" / "README.md").unlink()
-    CliRunner().invoke(app, ["report", str(folder / "checkpoint-4"), "--audience", "all"])
+    CliRunner().invoke(app, ["report", "note", str(folder / "checkpoint-4"), "audience=all"])
     assert not verify(folder / "checkpoint-4").ok
 
 

@@ -86,7 +86,7 @@ def test_deepspeed_is_asked_for_by_name(launched, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_an_extra_that_is_installed_is_no_error(extra):
-    """All of them are, where the tests run, but for those of `dpllm evaluate` and of workbooks."""
+    """All of them are, where the tests run, but for those of `dpllm methods evaluate` and of workbooks."""
     if extra in ("synthetic", "excel"):
         pytest.importorskip(EXTRAS[extra][-1], reason=f"the extra {extra!r} is not installed")
     require(extra, "a test")

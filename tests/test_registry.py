@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dpllm import registry
-from dpllm.cli import program
+from dpllm.cli import methods
 from dpllm.mechanism.query import Query
 from dpllm.privacy.query_plan import Charge, QueryPlan
 from dpllm.registry import MethodError
@@ -116,11 +116,11 @@ def test_a_broken_method_is_left_out_and_named_with_the_remedy(tmp_path, monkeyp
     monkeypatch.setattr(registry, "CATALOGUE", tmp_path / "catalogue.toml")
     names = ["missing", "json", "broken_import", "broken_commands", "broken_events", "dpllm.methods.count"]
     registry.CATALOGUE.write_text(f"methods = {names}", encoding="utf-8")
-    monkeypatch.setattr(program.app, "registered_commands", [])
-    program._add_methods()
+    monkeypatch.setattr(methods.app, "registered_commands", [])
+    methods._add_all()
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 4 and all("cannot be imported" in one and "take its line out" in one for one in lines)
-    assert "RuntimeError: out of order" in lines[2] and "count" in {one.name for one in program.app.registered_commands}
+    assert "RuntimeError: out of order" in lines[2] and "count" in {one.name for one in methods.app.registered_commands}
     assert [event.kind for event in registry.parts("events")] == []
     assert list(registry.BROKEN) == ["missing", "json", "broken_import", "commands", "events"]
     assert registry.installed().startswith("count; broken: the method missing cannot be imported (ModuleNotFoundError")
@@ -144,8 +144,8 @@ def test_a_catalogue_that_was_edited_stops_no_command(catalogue, says, tmp_path,
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(registry, "CATALOGUE", tmp_path / "catalogue.toml")
     registry.CATALOGUE.write_text(catalogue, encoding="utf-8")
-    monkeypatch.setattr(program.app, "registered_commands", [])
-    program._add_methods()
+    monkeypatch.setattr(methods.app, "registered_commands", [])
+    methods._add_all()
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == bool(says) and all(says in one and "install dpllm again" in one for one in lines)
     assert [one.name for one in registry.methods()] == ([] if says else ["count"])
@@ -155,7 +155,7 @@ def test_every_method_adds_something_of_its_own(emptied):
     """Each has commands, and no two have the same section, event, noise or words."""
     found = registry.methods()
     assert {one.name for one in found} >= {"count", "federate", "tune", "synthesize", "attacks"}
-    assert all(one.commands or one.audit_commands or one.carry_out for one in found)
+    assert all(one.commands or one.carry_out for one in found)
     for kinds in (
         [one.name for one in found],
         [registry.load(event).kind for one in found for event in one.events],
@@ -163,7 +163,7 @@ def test_every_method_adds_something_of_its_own(emptied):
         [words.name for one in found for words in one.words],
     ):
         assert len(kinds) == len(set(kinds))
-    places = [(*one.commands, *one.audit_commands, one.query, one.carry_out, one.show_plan) for one in found]
+    places = [(*one.commands, one.query, one.carry_out, one.show_plan) for one in found]
     for place in itertools.chain(*places):
         assert place is None or registry.load(place) is not None
     assert all(callable(registry.load(one.folder.verify)) for one in found if one.folder)

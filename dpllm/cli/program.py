@@ -1,32 +1,81 @@
 """The command line: a run from its recipe to its publication, and its cost before and after it.
 
-Place in the flow: a thin layer over training, accounting, plan, budget and report; nothing is computed here. With
-`--json` a command prints only one JSON object. A mistake is one line, `error: ...`, on the error stream, with exit code
-2; a failed check (`dpllm verify`) has exit code 1.
+Place in the flow: a thin layer over training, accounting, plan, budget and report; nothing is computed here. The file
+of a command has its name. With `--json` a command prints only one JSON object. A mistake is one line, `error: ...`, on
+the error stream, with exit code 2; a failed check (`dpllm verify`) has exit code 1.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 import dpllm
-from dpllm import registry
-from dpllm.cli import auditing, budgets, cost, generating, planning, recipes, releasing, runs, starting, training
-from dpllm.cli.common import AsJson, Overrides, RecipeName, fill_help_screens, mark_experimental, one_line_errors
+from dpllm.cli import (
+    audit,
+    budget,
+    epsilon,
+    generate,
+    init,
+    merge,
+    methods,
+    plan,
+    plan_suggest,
+    plan_sweep,
+    push,
+    recipes,
+    report,
+    train,
+    verify,
+)
+from dpllm.cli.common import OWN, Group, add
 
-OutputDir = Annotated[
-    Path | None, typer.Option("--output-dir", help="The folder of the run, in place of the recipe's output_dir.")
-]
+GROUPS = {
+    "start": {
+        "init": "look at your records, write a recipe",
+        "recipes": "list, show, copy the shipped ones",
+        "plan": "what a recipe costs: ε, steps, memory, time\nplan sweep · plan memory · plan suggest",
+    },
+    "run": {"train": "recipe to model and report"},
+    "after": {
+        "verify": "is the report true?  ok · failed · not checked",
+        "report": "open the report, or answer its open points (report note)",
+        "generate": "texts, or a chat (--chat)",
+        "merge": "adapter into the base",
+        "push": "to the Hub, with its guarantee",
+    },
+    "numbers": {
+        "epsilon": "of a run, several, or settings; σ for a target (--target)",
+        "budget": "what is left for a data set",
+    },
+    "evidence": {"audit": "attack a run: canaries, one run, gradient releases"},
+    "more": {"methods": ""},
+}
+"""The first screen: topic -> command -> what it does."""
+
+
+class Program(Group):
+    """The program, whose first screen has the commands by topic."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the screen."""
+        formatter.write(f"dpllm {dpllm.__version__} · private fine-tuning of language models\n\n")
+        for topic, commands in GROUPS.items():
+            for number, (name, words) in enumerate(commands.items()):
+                first, *more = (words or methods.summary()).split("\n")
+                formatter.write(f"{topic if number == 0 else '':<8} {name:<9} {first}\n")
+                formatter.write("".join(f"{'':<19}{line}\n" for line in more))
+        formatter.write("\ndpllm COMMAND --help explains a command; dpllm --version prints the version\n")
+
 
 app = typer.Typer(
     name="dpllm",
+    cls=Program,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Differentially private fine-tuning of language models: the run, and its cost before and after it.",
+    rich_markup_mode=None,
 )
 
 
@@ -42,56 +91,38 @@ def _options(
         bool, typer.Option("--version", help="Print the version and stop.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Differentially private fine-tuning of language models: the run, and its cost before and after it."""
+    """Private fine-tuning of language models."""
 
 
-starting.register(app)
-training.register(app)
-recipes.register(app)
-cost.register(app)
-planning.register(app)
-runs.register(app)
-releasing.register(app)
-generating.register(app)
-app.add_typer(budgets.app, name="budget")
-app.add_typer(auditing.app, name="audit")
-fill_help_screens(app)
+def _group(name: str, words: str, commands: dict[str, Any]) -> None:
+    """Add commands under a name; the one named `OWN` is that of the name alone."""
+    group = typer.Typer(cls=Group, no_args_is_help=OWN not in commands, help=words)
+    group.callback()(lambda: None)
+    for own, function in commands.items():
+        add(group, function, own)
+    app.add_typer(group, name=name)
 
 
-def _add_command(goal: typer.Typer, method: registry.Method) -> None:
-    """Add the command that carries out a method's recipe; the function behind it is imported when it is called."""
-
-    def command(
-        recipe: RecipeName, overrides: Overrides = None, output_dir: OutputDir = None, as_json: AsJson = False
-    ) -> None:
-        registry.load(str(method.carry_out))(method.name, recipe, overrides or [], output_dir, as_json)
-
-    command.__doc__ = method.help
-    epilog = "\n\n".join(f"Example: {line}" for line in method.examples)
-    goal.command(method.name, epilog=epilog)(one_line_errors(command))
-
-
-def _add_methods() -> None:
-    """Add the commands of the installed methods, marked as experimental; a broken method is named and left out."""
-    for method in registry.methods():
-        of_method, of_audit = typer.Typer(), typer.Typer()
-        with registry.leave_out_broken(method.name):
-            if method.carry_out is not None:
-                _add_command(of_method, method)
-            for register in method.commands:
-                registry.load(register)(of_method)
-            for register in method.audit_commands:
-                registry.load(register)(of_audit)
-            for made, goal in ((of_method, app), (of_audit, auditing.app)):
-                fill_help_screens(made)
-                mark_experimental(made)
-                goal.registered_commands += made.registered_commands
-                goal.registered_groups += made.registered_groups
-    for error in registry.BROKEN.values():
-        typer.echo(f"warning: {error}", err=True)
-
-
-_add_methods()
+for one in (init.init, recipes.recipes, train.train, verify.verify, generate.generate, merge.merge, push.push):
+    add(app, one)
+add(app, epsilon.epsilon)
+_group(
+    "plan",
+    "What a recipe costs.",
+    {OWN: plan.plan, "sweep": plan_sweep.sweep, "memory": plan.memory, "suggest": plan_suggest.suggest},
+)
+_group("report", "The report of a run.", {OWN: report.report, "note": report.note})
+_group(
+    "budget",
+    "The ε that all runs on a data set may cost together: each run with privacy.budget_file charges it first.",
+    {"create": budget.create, "show": budget.show_budget, "settle": budget.settle},
+)
+_group(
+    "audit",
+    "Attack the claim of a run: lower bounds on ε by canaries, each included by a fair coin.",
+    {"prepare": audit.prepare, "run": audit.run, "gradient": audit.gradient},
+)
+app.add_typer(methods.app, name="methods")
 
 
 def main() -> None:

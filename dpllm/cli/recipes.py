@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 import shutil
-import textwrap
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from dpllm import registry
-from dpllm.cli.common import AsJson, one_line_errors, show_json
+from dpllm.cli.common import AsJson, command, show_json, wrapped
 from dpllm.config import ConfigError, nearest
 from dpllm.config.query_recipe import method_in
 from dpllm.config.shipped import FOLDERS, shipped_recipes, shipped_root
@@ -21,27 +20,20 @@ ALL = "all"
 """In place of a name: all shipped folders."""
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        epilog="Example: dpllm recipes\n\nExample: dpllm recipes gpt2_e2e_lora\n\n"
-        "Example: dpllm recipes gpt2_e2e_lora --copy mine.yaml\n\n"
-        "Example: dpllm recipes all --copy work   (also accelerate configs, and scripts for clusters)"
-    )(recipes)
-
-
-@one_line_errors
+@command("dpllm recipes quickstart --copy mine.yaml")
 def recipes(
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="A shipped recipe, or all.", show_default=False)
+        str | None, typer.Argument(metavar="NAME", help="A shipped recipe to print; or all.", show_default=False)
     ] = None,
     path: Annotated[
         Path | None,
         typer.Argument(
-            metavar="PATH", help="With --copy: the new file or a folder; by default here.", show_default=False
+            metavar="PATH", help="With --copy: the new file, or a folder; here without it.", show_default=False
         ),
     ] = None,
-    copy: Annotated[bool, typer.Option("--copy", help="Copy the recipe; a file is never replaced.")] = False,
+    copy: Annotated[
+        bool, typer.Option("--copy", help="Copy it; with all also the launch files. No file is replaced.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """List the shipped recipes, print one, or copy it to be changed."""
@@ -55,7 +47,7 @@ def recipes(
         elif name == ALL:
             typer.echo("\n".join(f"copied: {one}" for one in made))
         else:
-            typer.echo(f"copied: {made[0]} (run it with: dpllm {method_in(made[0]) or 'train'} {made[0]})")
+            typer.echo(f"copied: {made[0]} (run it with: {_command(method_in(made[0]))} {made[0]})")
         return
     if path is not None:
         raise ConfigError(f"{path}: a path is for --copy: add it, or leave the path out")
@@ -72,11 +64,9 @@ def recipes(
         return
     width = max(map(len, listed))
     for one, about in listed.items():
-        typer.echo(f"{one:<{width}}  {about['mode']}; cost: {about['cost']}")
-        typer.echo(
-            textwrap.fill(about["what"], 78, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
-        )
-    typer.echo("\nPrint one: dpllm recipes NAME; copy it: dpllm recipes NAME --copy; train it: dpllm train NAME")
+        typer.echo(wrapped(f"{one:<{width}}  {about['mode']}"))
+        typer.echo(wrapped(f"{about['what']}. Cost: {about['cost']}", 4))
+    typer.echo("\nPrint: dpllm recipes NAME · copy: dpllm recipes NAME --copy · train: dpllm train NAME")
 
 
 def described(text: str) -> dict[str, str]:
@@ -92,6 +82,10 @@ def described(text: str) -> dict[str, str]:
     }
 
 
+def _command(method: str | None) -> str:
+    return "dpllm train" if method is None else registry.method(method).invocation
+
+
 def _mode(values: dict[str, Any]) -> str:
     model, privacy = values.get("model") or {}, values["privacy"]
     model = {"name": model} if isinstance(model, str) else model
@@ -102,7 +96,7 @@ def _mode(values: dict[str, Any]) -> str:
     elif model.get("config"):
         how = "from scratch"
     if method is not None:
-        how = f"dpllm {method}"
+        how = registry.method(method).invocation
     if kind := (values.get("train") or {}).get("trainer"):
         how = f"{str(kind).upper()}, {how}"
     target = privacy.get("epsilon")

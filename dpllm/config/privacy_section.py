@@ -273,7 +273,7 @@ class PrivacyConfig(PrivacyGradients, PrivacyCost, PrivacyMechanism):
     is larger (`dpllm.mechanism.discrete`)."""
     selection: Any = None
     """The number of runs of which only the best is released, `{kind: logarithmic, mean: 10}`: ε is then that of the
-    selection. `dpllm tune` sets it; a run with it may be released by `dpllm tune` only."""
+    selection. `dpllm methods tune` sets it; a run with it may be released by `dpllm methods tune` only."""
     seed: int | None = None
     """Fixes sampling and noise. For tests only: anyone with the seed can subtract the noise, so nothing is private."""
 
@@ -311,7 +311,7 @@ def checked_selection(privacy: PrivacyConfig) -> Any:
         "both epsilon and noise_multiplier: the selection has one σ, from one of them": (
             privacy.epsilon is not None and privacy.noise_multiplier is not None
         ),
-        "budget_file: `dpllm tune` charges it, and not each of the runs": privacy.budget_file is not None,
+        "budget_file: `dpllm methods tune` charges it, and not each of the runs": privacy.budget_file is not None,
     }
     for what, holds in wrong.items():
         if holds:

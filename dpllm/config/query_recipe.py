@@ -143,7 +143,7 @@ def load_query_recipe(path: str | Path, overrides: Sequence[str] = (), method: s
     raw, source = read_raw(path, overrides), str(path)
     named = _method_of(raw, source)
     if method is not None and named not in (None, method):
-        raise ConfigError(f"{source} has the section {named}: run it with `dpllm {named} {path}`")
+        raise ConfigError(f"{source} has the section {named}: run it with `{registry.method(named).invocation} {path}`")
     if method is not None and named is None and "train" in raw:
         raise ConfigError(
             f"{source} is the recipe of a training run: run it with `dpllm train`, or replace the section train by "
@@ -177,7 +177,8 @@ def load_query_recipe(path: str | Path, overrides: Sequence[str] = (), method: s
     recipe = QueryRecipe(method=name, options=made.pop(name), output_dir=raw["output_dir"], **made)
     if not registry.method(name).holds_records_out and (recipe.data.eval.any):
         raise ConfigError(
-            f"{source}: data.eval holds records out, and `dpllm {name}` uses every record: leave it out, and keep "
+            f"{source}: data.eval holds records out, and `{registry.method(name).invocation}` uses every record: leave "
+            "it out, and keep "
             "records that it must not use in another file"
         )
     return recipe

@@ -221,8 +221,8 @@ class Recipe:
     """The rows that go through the model at once. It has no influence on the guarantee."""
     beside: Mapping[str, Any] = field(default_factory=dict)
     """Sections of methods that stand beside ``train``, by name (`dpllm.registry`); each is a key of the file.
-    ``federate`` is that of a federated run (`dpllm federate`): ``train`` then has the rounds as ``max_steps`` and the
-    server's ``learning_rate``."""
+    ``federate`` is that of a federated run (`dpllm methods federated`): ``train`` then has the rounds as ``max_steps``
+    and the server's ``learning_rate``."""
     noise_memory: str = "auto"
     """For correlated noise: "stored" keeps the noise of earlier steps, "regenerated" draws it again in each step, and
     "auto" stores as much as fits a quarter of the device's memory. It changes no number."""

@@ -50,7 +50,8 @@ class Task:
         labels: of a row: "text" (token ids), "tokens" (one number for each token), "span" (marks at the tokens of an
             answer), "class" (one number) or "numbers" (one for each output).
         problem_type: in the model's configuration, where it chooses the task of a class with a head; None: not needed.
-        score: by which models are compared on held-out records; None: there is none, so `dpllm tune` refuses the task.
+        score: by which models are compared on held-out records; None: there is none, so `dpllm methods tune` refuses
+        the task.
     """
 
     auto_class: str

@@ -58,6 +58,7 @@ _TOPICS = ("subject", "subjects", "subject_name")
 _NO_IDS = frozenset(("", "yes", "no", "true", "false", "y", "n", "0", "1", "unknown", "none", "user", "assistant"))
 _ROWS = 4096
 _SHORT_ID = 40  # characters
+_SHORTEST_TEXT = 12  # characters of half of the values: "not ok" and "New York" are no texts to train on
 _SHOWN = 34
 _FEW = 10  # values, of which nothing can be concluded
 
@@ -350,7 +351,9 @@ def _fits(about: Column, facts: ColumnFacts) -> bool:
     if about.label:
         return facts.is_label
     if about.cells is Cells.TEXT:
-        return facts.is_prose or (about.is_answer and not facts.is_id)
+        if about.is_answer:
+            return facts.is_prose or not facts.is_id
+        return facts.is_prose and facts.length >= _SHORTEST_TEXT
     return True
 
 

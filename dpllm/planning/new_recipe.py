@@ -196,7 +196,7 @@ def new_recipe(wishes: Wishes, at_hand: ModelAtHand | None) -> NewRecipe:
     if at_hand is None:
         notes.append(
             f"{wishes.model} is not on this machine, and nothing was downloaded: whether it can be trained, its "
-            "tokenizer, and the size of its weights were not looked at. Once it is here, dpllm plan RECIPE --suggest "
+            "tokenizer, and the size of its weights were not looked at. Once it is here, dpllm plan suggest RECIPE "
             "computes the learning rate from its weights."
         )
     look = _look(records, data, at_hand, index if unit else None)
@@ -214,21 +214,22 @@ def task_of(wishes: Wishes, at_hand: ModelAtHand | None) -> str:
     if form.holds is TextLabel:
         if wishes.classes is None:
             raise ConfigError(
-                "the classes are not known: name them, in order, or give their number (--classes negative,positive or "
-                "--classes 2). They are public facts, and are not collected from the private labels"
+                "the classes are not known: name them, in order, or give their number "
+                "(data.class_names=[negative, positive] or model.num_labels=2). They are "
+                "public facts, and are not collected from the private labels"
             )
         return form.tasks[0]
     if at_hand is not None and at_hand.encoder_decoder:
         if "seq2seq_lm" not in form.tasks:
             raise ConfigError(
                 f"{wishes.model} has an encoder and a decoder, so records need a prompt and a completion, and the "
-                f"format is {form.name}: give --format {' or '.join(formats_for('seq2seq_lm'))}, or another model"
+                f"format is {form.name}: give data.format={' or '.join(formats_for('seq2seq_lm'))}, or another model"
             )
         return "seq2seq_lm"
     if form.holds is Chat and at_hand is not None and not at_hand.has_template:
         raise ConfigError(
             f"the tokenizer of {wishes.model} has no chat template: give the chat version of the model, or store the "
-            "records as prompts and completions (--format prompt_completion)"
+            "records as prompts and completions (data.format=prompt_completion)"
         )
     return form.tasks[0]
 
@@ -237,7 +238,7 @@ def _max_length(wishes: Wishes, at_hand: ModelAtHand | None) -> Setting:
     most = None if at_hand is None else at_hand.longest
     if wishes.max_length is not None:
         if most is not None and wishes.max_length > most:
-            raise ConfigError(f"--max-length {wishes.max_length} exceeds the {most} tokens that the model allows")
+            raise ConfigError(f"data.max_length={wishes.max_length} exceeds the {most} tokens that the model allows")
         reason = f"{OWN} If you chose it by looking at the lengths of private records, ε does not cover this choice."
         return Setting("data.max_length", wishes.max_length, reason, None)
     value = MAX_LENGTH if most is None else min(MAX_LENGTH, most)
@@ -284,7 +285,7 @@ def _model_section(wishes: Wishes, task: str, at_hand: ModelAtHand | None) -> li
             f"All weights are trained: {small}. Where private text differs from the model's own, this was measured far "
             "better than adapters (docs/correlated_noise.md)."
         )
-        return [*found, Setting("model.dtype", "float32", reason, None)]
+        return [dataclasses.replace(found[0], reason=reason), *found[1:]]
     rank = defaults.RANK if wishes.rank is None else wishes.rank
     peft = {"r": rank, "lora_alpha": 2 * rank, "lora_dropout": 0.0, "target_modules": "all-linear"}
     if at_hand is not None and at_hand.transposed:
@@ -298,25 +299,21 @@ def _model_section(wishes: Wishes, task: str, at_hand: ModelAtHand | None) -> li
     )
     return [
         *found,
-        Setting("model.dtype", "auto", "The frozen weights have the type in which they were saved.", None),
         Setting("model.adapter", peft, reason, None),
+        Setting("model.dtype", "auto", "The frozen weights have the type in which they were saved.", None),
     ]
 
 
 def _data_settings(data: DataConfig, max_length: Setting, wishes: Wishes) -> list[Setting]:
     path = "Your records. A relative path is seen from the folder in which the training is started."
     found = [Setting("data.path", data.path, path, None)]
-    for item in (one for kind in (DataSource, FileReading) for one in dataclasses.fields(kind)):
-        value = getattr(data, item.name)
-        if item.default is not dataclasses.MISSING and value != item.default:
-            found.append(Setting(f"data.{item.name}", value, "", item.default))
-    found.append(Setting("data.format", data.format, "", None))
     form, usual = data.form, type(data.form)()
     columns = {
         key: getattr(form, key)
         for key, about in columns_in(type(form)).items()
         if not about.optional or getattr(form, key) != getattr(usual, key)
     }
+    implied = DataConfig(path=data.path, max_length=2, columns=columns).format == data.format
     protected = (
         "Each record is protected by itself. If one person may have several records, protect all records of a person "
         "together: unit: the column of their ids."
@@ -325,14 +322,6 @@ def _data_settings(data: DataConfig, max_length: Setting, wishes: Wishes) -> lis
         columns[UNIT] = wishes.unit_column
         protected = f"unit: all records of one user, with the same {wishes.unit_column}, are protected together."
     found.append(Setting("data.columns", columns, protected, None))
-    if data.class_names is not None:
-        found.append(Setting("data.class_names", data.class_names, OWN, None))
-    long = (
-        "A longer record becomes several rows of the same unit, so all of it is used."
-        if data.long_records == "split"
-        else "The rest of a longer record is not used."
-    )
-    found += [max_length, Setting("data.long_records", data.long_records, long, "truncate")]
     of = "records" if wishes.unit_column is None else "users with all their records"
     rule = OWN if wishes.held_out is not None else "5 % of them, at most about 1,000, by their public number."
     found.append(
@@ -344,7 +333,20 @@ def _data_settings(data: DataConfig, max_length: Setting, wishes: Wishes) -> lis
             None,
         )
     )
-    return found
+    if not implied:
+        found.append(Setting("data.format", data.format, "", None))
+    for item in (one for kind in (DataSource, FileReading) for one in dataclasses.fields(kind)):
+        value = getattr(data, item.name)
+        if item.default is not dataclasses.MISSING and value != item.default:
+            found.append(Setting(f"data.{item.name}", value, "", item.default))
+    if data.class_names is not None:
+        found.append(Setting("data.class_names", data.class_names, OWN, None))
+    long = (
+        "A longer record becomes several rows of the same unit, so all of it is used."
+        if data.long_records == "split"
+        else "The rest of a longer record is not used."
+    )
+    return [*found, max_length, Setting("data.long_records", data.long_records, long, "truncate")]
 
 
 def _privacy_settings(privacy: PrivacyConfig, num_units: int, batch: int, steps: int) -> list[Setting]:

@@ -19,8 +19,8 @@ def recipe_text(settings: Sequence[Setting], header: Sequence[str], left_out: Ma
     """Return the YAML of a recipe.
 
     Args:
-        settings: in the order of the file; the settings of a section are consecutive. One with an empty reason
-            has no comment.
+        settings: in the order of the file; the settings of a section are written together. One with an empty reason
+            has no comment. A model of which only the name is set has the short form.
         header: paragraphs above the recipe.
         left_out: lines by section, written as comments at its end, such as keys that people may add.
     """
@@ -33,6 +33,9 @@ def recipe_text(settings: Sequence[Setting], header: Sequence[str], left_out: Ma
     top = sections.pop("", [])
     lines = [line for number, text in enumerate(header) for line in (["#"] if number else []) + _comment(text)]
     for section, own in sections.items():
+        if [setting.key for setting in own] == ["model.name"]:
+            lines += ["", *_comment(own[0].reason), *_entry("model", own[0].value)]
+            continue
         lines += ["", f"{section}:"]
         for setting in own:
             key = setting.key.partition(".")[2]

@@ -1,6 +1,6 @@
 """Rehearse a run: short trainings with the plan's noise on public text, which compare learning rates without any ε.
 
-`dpllm plan --rehearse` does this before the private run. The private records are neither read nor needed: the rehearsal
+`dpllm plan suggest --rehearse` does this before the private run. The private records are neither read nor needed: the rehearsal
 has its own plan, for the public rows, in a folder that is deleted. Each training is done by `dpllm.DPTrainer`, so it
 takes the product's own steps: clipping, noise, schedule and average.
 
@@ -157,7 +157,7 @@ class Rehearsal:
         if self.best.loss >= self.loss_before:
             found.append(
                 "No rate improved on the start: in so few steps, noise hides the signal. Rehearse with more "
-                "steps (--rehearsal-steps), or compare larger batches (dpllm plan RECIPE --sweep)."
+                "steps (--rehearsal-steps), or compare larger batches (dpllm plan sweep RECIPE)."
             )
         return (*found, "Each rate was trained once, so rates with nearly equal losses may change places.")
 

@@ -1,4 +1,4 @@
-"""The run that `dpllm plan --suggest` suggests: a recipe's data, guarantee and model with the settings to start from.
+"""The run that `dpllm plan suggest` suggests: a recipe's data, guarantee and model with the settings to start from.
 
 Place in the flow: before any training. The defaults are those that were measured best (`docs/correlated_noise.md`):
 AdamW without weight decay, a constant learning rate after a warm-up, an average of the weights, and correlated noise
@@ -119,7 +119,7 @@ def suggested_run(recipe: Recipe, units: UnitIndex) -> Suggested:
         refuse_trainer(recipe, "A suggestion of settings")
     privacy = recipe.privacy
     if privacy.selection is not None:
-        raise ConfigError("--suggest is for single runs: leave privacy.selection out")
+        raise ConfigError("a suggestion is for single runs: leave privacy.selection out")
     if privacy.noise_multiplier == 0:
         raise ConfigError(
             "privacy.noise_multiplier=0 trains without privacy, and the suggestion is for noisy gradients: set "

@@ -1,6 +1,6 @@
 """The size of a model's trained weights, read from its files piece by piece: the model is never loaded as a whole.
 
-Place in the flow: `dpllm plan --suggest`, whose learning rate is proportional to it. A rehearsal measures the loaded
+Place in the flow: `dpllm plan suggest`, whose learning rate is proportional to it. A rehearsal measures the loaded
 model instead.
 """
 

@@ -497,7 +497,9 @@ def _amount(entry: Entry) -> str:
 
 def _check_private(plan: Plan, of_all_runs: bool = False) -> None:
     if plan.selection is not None and not of_all_runs:
-        raise BudgetError("a run of a selection is charged by `dpllm tune` for all runs together. Start it with that")
+        raise BudgetError(
+            "a run of a selection is charged by `dpllm methods tune` for all runs together. Start it with that"
+        )
     if plan.seeded:
         raise BudgetError("a run with a fixed seed is not private, so no budget covers it. Remove privacy.seed")
     if plan.event.noise_multiplier == 0:

@@ -1,6 +1,6 @@
 """ε of several runs on the same data together.
 
-Place in the flow: above plan and ledger, called by ``dpllm compose run1 run2 …``. A person who sees the models of
+Place in the flow: above plan and ledger, called by ``dpllm epsilon run1 run2 …``. A person who sees the models of
 several runs on one data set sees the result of all their steps, so the steps of all ledgers are composed as one
 history. A budget file (`dpllm.privacy.budget`) does the same in advance, for future runs; this module does it for
 finished runs.
@@ -106,7 +106,7 @@ def compose(
         check_run(path, plan, ledger)
     _check_distinct(paths, ledgers)
     name = _common_data(paths, plans, dataset, shared_people)
-    adjacency = adjacency or _common("adjacency", paths, [plan.adjacency for plan in plans])
+    adjacency = _common("adjacency", paths, [plan.adjacency for plan in plans]) if adjacency is None else adjacency
     if adjacency not in ADJACENCIES:
         raise ValueError(f"adjacency must be one of {', '.join(map(repr, ADJACENCIES))}, got {adjacency!r}")
     delta = delta if delta is not None else _common("delta", paths, [plan.delta for plan in plans])

@@ -124,7 +124,7 @@ def batch_reason(num_units: int, batch: int, steps: int) -> str:
         f"{batch / num_units:.1%} of the {num_units:,} units in a step on average, and {steps * batch / num_units:.1f} "
         "passes over them in all. The two plans whose settings were compared have 2.5 % and 4 to 10 passes "
         "(docs/correlated_noise.md). More steps cost time and, at the same ε, more noise in each step. "
-        f"T = {steps} is a multiple of every number of bands that is compared. dpllm plan RECIPE --sweep compares "
+        f"T = {steps} is a multiple of every number of bands that is compared. dpllm plan sweep RECIPE compares "
         "other sizes at the same ε."
     )
 

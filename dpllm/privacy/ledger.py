@@ -8,8 +8,8 @@ signature: it guards against accidents, and against edits by someone who does no
 
 Kinds of lines: "run" (a process started or resumed), "step", "charge" (answers of a query run), "disclosure" (something
 that depends on the private data was written out, and ε does not cover it), "fact" (a fact of the run for the report),
-"score" (of the model on public held-out records, by which `dpllm tune` compares runs), "open point" (a reason not to
-release before people have settled it), "settled" (what people checked about such a
+"score" (of the model on public held-out records, by which `dpllm methods tune` compares runs), "open point" (a reason
+not to release before people have settled it), "settled" (what people checked about such a
 reason, who, and when), "public start" (the files of the public training at the start of the run, by hash), "released"
 (the files of a saved model, by hash), "audit" (the verdict of an audit), "pages" (the files of the report and the model
 card, by hash), "rate" (the learning rates from the update after a step on), "adopted" (people declared this copy of the

@@ -2,7 +2,7 @@
 
 Place in the flow: below report; reads the report's values and computes nothing. The questions follow Ponomareva et al.,
 "How to DP-fy ML" (JAIR 77, 2023), section 5.3. An open point is a reason not to release yet, and each can be cleared:
-by a note, by a statement of people who checked it (`dpllm report --settle`), or by another run. What is never for
+by a note, by a statement of people who checked it (`dpllm report note`), or by another run. What is never for
 release, however carefully people look, is no open point but in the list of files that are not to be published
 (`dpllm.report.disclosures.kept_files`).
 """
@@ -25,8 +25,8 @@ from dpllm.report.release_notes import SETTLED_BY
 
 MOST_DIFFERENCE = 0.01
 """Two accountants that differ by more than this share of ε disagree."""
-SETTLE_OPTION = "--settle"
-"""Of `dpllm report`: the command of a point that people settle has it, and no other."""
+SIGNED = ' by="'
+"""The command of a point that people settle has their name, and no other."""
 _LEAST_DIFFERENCE = 0.002  # accountants on different grids differ by so much at a small ε
 
 _REPORT_IT = "nothing clears this for this model: report it (SECURITY.md)"
@@ -98,16 +98,15 @@ def settled_by(report: PrivacyReport, answers: Sequence[str]) -> dict[str, str]:
         number, equals, words = answer.partition("=")
         if not equals or not number.strip().isdecimal() or not words.strip():
             raise ValueError(
-                f"--settle {answer!r} must be the number of an open point, =, and what was checked: "
-                '--settle "1=each person has one row"'
+                f'{answer!r} must be the number of an open point, =, and what was checked: 1="each person has one row"'
             )
         place = int(number)
         if not 1 <= place <= len(report.open_points):
             raise ValueError(
-                f"--settle {answer!r} names point {place}, and the report has {len(report.open_points)} open points"
+                f"{answer!r} names point {place}, and the report has {len(report.open_points)} open points"
             )
         point, how = report.open_points[place - 1], report.how_to_clear[place - 1]
-        if SETTLE_OPTION not in how:
+        if SIGNED not in how:
             raise ValueError(f"point {place} is not settled by a statement ({point} Cleared by: {how})")
         settled[point] = " ".join(words.split())
     return settled
@@ -150,14 +149,14 @@ def _points(findings: Findings, asked: Iterable[_Asked]) -> Iterator[Point]:
     if audit is not None and audit.startswith(REFUTED):
         yield Point("An audit of this model refutes the claim. Do not release it (see below).", _REPORT_IT)
     for text in findings.noted_open_points:
-        yield Point(text, "release the run that `dpllm tune` selected" if text == NOT_SELECTED else None)
+        yield Point(text, "release the run that `dpllm methods tune` selected" if text == NOT_SELECTED else None)
     could_be = [str(v) for fact in findings.definition.facts if fact.name == PREPROCESSING for v in fact.values]
     if could_be and findings.noted.preprocessing is None:
         yield Point(
             "Nobody said which numbers, names or settings were computed from these records before the run. In this run "
             f"that could be: {'; '.join(could_be)}. ε covers none of them. Say which were, and where the others are "
             "from.",
-            f'{_release("preprocessing", "preprocessing")}. Write "none" if there were none',
+            f'{_release("preprocessing")}. Write "none" if there were none',
         )
     for text in disagreements(findings.accounting.cross_checks):
         yield Point(text, _REPORT_IT)
@@ -210,9 +209,9 @@ def _asked(findings: Findings) -> Iterator[_Asked]:
     """Yield every question, the section of the page that answers it, the answer, and how people give it."""
     setting, definition, strength = findings.setting, findings.definition, findings.strength
     yield _Asked("setting", "Which setting of differential privacy, and who is trusted?", setting.model)
-    yield _Asked("setting", "Who holds the raw data?", setting.data_holder, _release("data_holder", "data-holder"))
+    yield _Asked("setting", "Who holds the raw data?", setting.data_holder, _release("data_holder"))
     seen = "the released model" if thing_of(findings) == "model" else "the release"
-    yield _Asked("setting", f"Who will see {seen}?", setting.audience, _release("audience", "audience"))
+    yield _Asked("setting", f"Who will see {seen}?", setting.audience, _release("audience"))
     yield _Asked(
         "setting",
         "Which data set is it (its public name)?",
@@ -224,7 +223,7 @@ def _asked(findings: Findings) -> Iterator[_Asked]:
         "definition",
         "Which other uses had the same data (tuning runs, earlier models, model selection)? Their ε adds up.",
         definition.other_uses_of_the_data,
-        f'{_release("other_uses", "other-uses")}. Write "none" if there were none',
+        f'{_release("other_uses")}. Write "none" if there were none',
     )
     yield _Asked("definition", "What may be released under the guarantee?", definition.released_under_the_guarantee)
     yield _Asked("not-covered", "What was written out that the guarantee does not cover?", True)
@@ -268,18 +267,18 @@ def _asked(findings: Findings) -> Iterator[_Asked]:
         "utility",
         "How useful is it: held-out metric, the same without privacy, hardware and cost?",
         findings.utility or findings.utility_elsewhere or None,
-        _note("utility", "accuracy on public data=…"),
+        _note("utility.NAME"),
     )
 
 
-def _release(key: str, option: str) -> str:
-    return f"{_note(option)} (or `release.{key}` in the recipe before a run)"
+def _release(key: str) -> str:
+    return f"{_note(key)} (or `release.{key}` in the recipe before a run)"
 
 
-def _note(option: str, value: str = "…") -> str:
-    return f'`dpllm report . --{option} "{value}"`'
+def _note(key: str) -> str:
+    return f'`dpllm report note . {key}="…"`'
 
 
 def _settle(number: int) -> str:
     what, who = SETTLED_BY
-    return f'`dpllm report . {SETTLE_OPTION} "{number}={what}" --by "{who}"`'
+    return f'`dpllm report note . {number}="{what}"{SIGNED}{who}"`'

@@ -63,8 +63,8 @@ TRAINED_MODEL = "trained model"
 LEARNING_RATES = "learning rates of the updates"
 """Name of the fact that the report makes of the rates in the ledger."""
 NOT_SELECTED = (
-    "This run belongs to a private tuning, which has not selected it. Only the run that `dpllm tune` selects is "
-    "covered by this ε; release nothing of this one."
+    "This run belongs to a private tuning, which has not selected it. Only the run that `dpllm methods tune` selects "
+    "is covered by this ε; release nothing of this one."
 )
 """The open point of a run of a private tuning that was not selected. People cannot settle it."""
 
@@ -106,7 +106,7 @@ _NEVER_COVERED = tuple(
 _NEVER_COVERED_BY_ANSWERS = tuple(
     NeverCovered(what=what, advice=advice)
     for what, advice in (
-        ("other runs on the same data", "each run has its own ε: add them up with `dpllm compose`, or keep a budget"),
+        ("other runs on the same data", "each run has its own ε: add them up with `dpllm epsilon`, or keep a budget"),
         (
             "choosing the settings of this run by what earlier private answers showed",
             "choose them before, or on public data",

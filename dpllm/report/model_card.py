@@ -37,7 +37,7 @@ from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.privacy.query_plan import QueryPlan, load_plan
 from dpllm.privacy.rounding import up
 from dpllm.privacy.run_folder import adopt, settle_crashed
-from dpllm.report.checklist import SETTLE_OPTION, is_sampled
+from dpllm.report.checklist import SIGNED, is_sampled
 from dpllm.report.definition import SELECTED
 from dpllm.report.front import method_of, unit_of
 from dpllm.report.models import Plan, PlanOfQueries, PrivacyReport
@@ -254,7 +254,7 @@ def settle(folder: str | Path, statements: Mapping[str, str], by: str) -> Privac
     _refuse_checkpoint(folder)
     ways = dict(zip(before.open_points, before.how_to_clear, strict=True))
     for point in statements:
-        if point not in ways or SETTLE_OPTION not in ways[point]:
+        if point not in ways or SIGNED not in ways[point]:
             raise ValueError(f"{point!r} is no open point of {folder} that a statement settles")
     for name, words in (
         ("name of the person who checked it", by),

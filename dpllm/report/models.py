@@ -46,7 +46,7 @@ FORMAT: Final = 1
 TIERS = ("strong", "reasonable", "weak", "none")
 NOT_FILLED: Final = "**not filled in**"
 """The text on a page in place of what people have not filled in."""
-NO_TRAINER: Final = 'not noted. This command notes it: `dpllm report . --trained-by "…"`'
+NO_TRAINER: Final = 'not noted. This command notes it: `dpllm report note . trained_by="…"`'
 """Words of a report in which nobody noted who trained the model; no question of the checklist asks it."""
 _MOST_LISTED = 12
 

@@ -127,10 +127,14 @@ def in_folder(text: str, folder: str | Path) -> str:
 
     A report has no name of a folder: its folder is moved, copied and published, and its path is a fact of a machine.
 
-    >>> in_folder("`dpllm verify .`, `dpllm report . --audience x`", "runs/a b")
-    "`dpllm verify 'runs/a b'`, `dpllm report 'runs/a b' --audience x`"
+    >>> in_folder("`dpllm verify .`, `dpllm report note . audience=x`", "runs/a b")
+    "`dpllm verify 'runs/a b'`, `dpllm report note 'runs/a b' audience=x`"
     """
-    return re.sub(r"\bdpllm (verify|report) \.(?![\w/.])", lambda found: f"dpllm {found[1]} {quote(str(folder))}", text)
+    return re.sub(
+        r"\bdpllm (verify|report note|report) \.(?![\w/.])",
+        lambda found: f"dpllm {found[1]} {quote(str(folder))}",
+        text,
+    )
 
 
 _TEXTS_OF_QUERIES = {

@@ -162,7 +162,7 @@ def check_strings(folder: str | Path) -> tuple[str, bool | None, str] | None:
         what,
         False,
         f"{found[0]}{more}. Take it out: rename the class, the token or the folder, and save again. If it is public, "
-        'name it in `dpllm report . --preprocessing "…"`',
+        'name it in `dpllm report note . preprocessing="…"`',
     )
 
 

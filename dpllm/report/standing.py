@@ -1,6 +1,6 @@
 """The guarantee of a folder with a released model, in one sentence, and whether its ledger bears it out.
 
-Place in the flow: before a released model is used (`dpllm generate`, `dpllm chat`). It checks the parts of the
+Place in the flow: before a released model is used (`dpllm generate`). It checks the parts of the
 guarantee: plan, ledger, and the files of the model. `dpllm verify` checks the report and the card too, which takes
 longer.
 """

@@ -35,7 +35,7 @@ def advice(plan: PrivacyPlan, rule: UpdateRule) -> list[str]:
         found.append(
             "The learning rate is 5e-05, the default of TrainingArguments, which is for training without noise. In "
             "private training, the best measured rates are at least 10 times as large. Set train.learning_rate; dpllm "
-            "plan RECIPE --suggest computes one."
+            "plan suggest RECIPE computes one."
         )
     correlated = plan.mechanism.noise.tensors_kept > 0
     falls = rule.rates[-1] < _FALLEN * largest

@@ -236,7 +236,7 @@ def _refuse_automatic_size(rows: TrainingRows, engine: Engine) -> None:
         raise ConfigError(
             f'With microbatch.tokens "auto", each process finds its own number of tokens, but under '
             f"{type(engine).__name__} all processes pass through each layer together. Set a number of tokens "
-            "(microbatch.tokens); `dpllm plan --memory` shows the memory of a microbatch"
+            "(microbatch.tokens); `dpllm plan memory` shows the memory of a microbatch"
         )
 
 

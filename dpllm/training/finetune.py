@@ -21,6 +21,7 @@ from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
+from dpllm import registry
 from dpllm.config import (
     PRETRAINED_FOLDER,
     RECIPE_FILE,
@@ -176,7 +177,7 @@ def run(recipe: Recipe) -> int:
         name = next(iter(recipe.beside))
         raise ConfigError(
             f"the recipe has a section {name}, but this program would train one model on all records: run it with "
-            f"dpllm {name}, or leave the section out"
+            f"`{registry.method(name).invocation}`, or leave the section out"
         )
     check_recipe(recipe)  # before anything is read
     if wanted := unstarted_processes(launchers_words()):

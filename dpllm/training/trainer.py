@@ -179,7 +179,7 @@ class LogicalBatches:
 _CONTROLS = ("training_stop", "epoch_stop", "save", "evaluate", "log")  # decisions of a TrainerControl
 _SEARCH = (
     "Hyperparameter search trains many models on the private data, and each of them costs privacy. Search on public "
-    "data, or account for every run, as `dpllm tune` does."
+    "data, or account for every run, as `dpllm methods tune` does."
 )
 
 
@@ -507,7 +507,7 @@ class DPTrainer(TrainerOutputs):
         """Refuse: a search trains many models on the private data.
 
         Raises:
-            ConfigError: always; `dpllm tune` searches on public data, or charges its runs.
+            ConfigError: always; `dpllm methods tune` searches on public data, or charges its runs.
         """
         raise ConfigError(_SEARCH)
 

@@ -196,8 +196,8 @@ tuned = DPDPOTrainer("model", DPOConfig("runs/dpo", **shared), privacy, preferen
 ```
 
 In a recipe, `train.trainer: sft` or `dpo` adds the names of these configurations to the section `train`. The recipes
-`sft_replies` and `dpo_replies` run on a CPU. `dpllm plan --suggest` takes a recipe with `sft`. Rehearsals,
-`dpllm tune` and `recipes/compare.py` make rows and losses themselves, and refuse both trainers.
+`sft_replies` and `dpo_replies` run on a CPU. `dpllm plan suggest` takes a recipe with `sft`. Rehearsals,
+`dpllm methods tune` and `recipes/compare.py` make rows and losses themselves, and refuse both trainers.
 
 - **Data**: texts, prompts with completions, conversations and preferences, in TRL's columns. Each row is made of one
   example. TRL reads the shape of all examples from the first one, and here another shape is an error. Examples without

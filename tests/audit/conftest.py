@@ -47,7 +47,8 @@ M = 60
 
 def call(*arguments: Any) -> Any:
     """A command of the audit."""
-    return CliRunner().invoke(app, ["audit", *map(str, arguments)])
+    group = "methods" if arguments[0] == "exposure" else "audit"
+    return CliRunner().invoke(app, [group, *map(str, arguments)])
 
 
 @pytest.fixture(scope="session")

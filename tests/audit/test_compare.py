@@ -256,15 +256,15 @@ def test_a_mistake_is_one_line_and_exit_code_two(compare, recipe, monkeypatch, c
 
 
 def test_the_command_line_attacks_a_folder(compared):
-    """`dpllm audit attack`: tables, JSON, files; LiRA on request."""
+    """`dpllm methods attack`: tables, JSON, files; LiRA on request."""
     _, output, _ = compared
-    words = ["audit", "attack", str(output / "private"), *SMALL, "--new-tokens", "12"]
+    words = ["methods", "attack", str(output / "private"), *SMALL, "--new-tokens", "12"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
     for expected in ("membership inference: 60 members, 60 others; ε = ", "any attack, at most", "Min-K%++"):
         assert expected in result.stdout
     assert (output / "private" / "attacks.png").stat().st_size > 0
-    words = ["audit", "attack", str(output / "plain"), *SMALL[:2], "--extract", "0", "--shadows", "2", "--json"]
+    words = ["methods", "attack", str(output / "plain"), *SMALL[:2], "--extract", "0", "--shadows", "2", "--json"]
     result = CliRunner().invoke(app, [*words, "--shadow-epochs", "1"])
     assert result.exit_code == 0, result.output
     values = json.loads(result.stdout)
@@ -280,7 +280,7 @@ def test_what_the_command_line_can_not_attack_is_one_line(compared, tmp_path):
         ([str(output / "private"), "--records", "0"], "num_records must be at least 1"),
         ([str(output / "private"), "--shadows", "1"], "1 shadow cannot provide both"),
     ):
-        result = CliRunner().invoke(app, ["audit", "attack", *words])
+        result = CliRunner().invoke(app, ["methods", "attack", *words])
         assert result.exit_code == 2 and expected in result.stderr and result.stderr.count("error: ") == 1
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from dpllm.cli.plan_sweep import Setting
 from dpllm.cli.program import app
-from dpllm.cli.sweeping import Setting
 from dpllm.config import PrivacyConfig, load_recipe
 from dpllm.planning.footprint import engines_for, footprint_of_recipe
 from dpllm.planning.footprint_text import format_bytes
@@ -27,7 +27,7 @@ from tests.privacy.test_compose import make_run
 from tests.tiers import deep_case
 
 EPSILON = ["epsilon", "--noise-multiplier", "1", "--sampling-rate", "0.02", "--steps", "1500", "--delta", "1e-5"]
-CALIBRATE = ["calibrate", "--epsilon", "8", "--delta", "1e-5", "--sampling-rate", "0.0244", "--steps", "410"]
+CALIBRATE = ["epsilon", "--target", "8", "--delta", "1e-5", "--sampling-rate", "0.0244", "--steps", "410"]
 
 RECIPE = """
 model: {{config: {{model_type: gpt2}}}}
@@ -90,7 +90,7 @@ def test_tables_for_people() -> None:
 
 
 def test_calibrate_keeps_the_target() -> None:
-    """`dpllm calibrate` gives a σ that `dpllm epsilon` confirms."""
+    """`dpllm epsilon --target` gives a σ that `dpllm epsilon` confirms."""
     values = as_json(CALIBRATE)
     assert values["epsilon"] <= values["target_epsilon"] == 8
     sigma = str(values["noise_multiplier"])
@@ -103,7 +103,7 @@ def test_calibrate_keeps_the_target() -> None:
     ("arguments", "message"),
     [
         ([*EPSILON, "--max-batch-size", "9"], "max_batch_size needs num_units"),
-        ([*CALIBRATE, "--epsilon", "1e-9"], "cannot be reached"),
+        ([*CALIBRATE, "--target", "1e-9"], "cannot be reached"),
         (["plan", "nowhere.yaml"], "nowhere.yaml: there is no such file"),
         (["report", "nowhere"], "nowhere holds no privacy_plan.json"),
     ],
@@ -168,8 +168,8 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def test_memory_of_one_engine(recipe: Path) -> None:
-    """`dpllm plan --memory` prints the formulas' results, in bytes and for people, without data and without a GPU."""
-    arguments = ["plan", str(recipe), "--memory", "--gpus", "4", "--engine", "fsdp2"]
+    """`dpllm plan memory` prints the formulas' results, in bytes and for people, without data and without a GPU."""
+    arguments = ["plan", "memory", str(recipe), "--gpus", "4", "--engine", "fsdp2"]
     values = as_json(arguments)
     (found,) = values["engines"]
     loaded = load_recipe(recipe)
@@ -184,12 +184,12 @@ def test_memory_of_one_engine(recipe: Path) -> None:
 
 def test_memory_of_all_engines(recipe: Path) -> None:
     """Without an engine: all that make sense, side by side on a line of 80; one GPU without --gpus."""
-    arguments = ["plan", str(recipe), "--memory", "--gpus", "16"]
+    arguments = ["plan", "memory", str(recipe), "--gpus", "16"]
     assert [engine["engine"] for engine in as_json(arguments)["engines"]] == list(engines_for(16))
     table = run(arguments)
     assert "MB per GPU" in table and "total, at most" in table and "not measured" in table
     assert "run row by row: none known" in table
-    alone = as_json(["plan", str(recipe), "--memory"])
+    alone = as_json(["plan", "memory", str(recipe)])
     assert alone["num_gpus"] == 1 and [engine["engine"] for engine in alone["engines"]] == list(engines_for(1))
 
 
@@ -197,7 +197,7 @@ def test_modules_that_run_row_by_row_are_named_where_the_memory_is_unknown(recip
     """Blocks of another form are those that often have no taps."""
     sizes = "num_hidden_layers: 2, hidden_size: 32, num_heads: 8, head_dim: 8, n_groups: 2, state_size: 8"
     config = f"model.config={{model_type: mamba2, vocab_size: 300, {sizes}}}"
-    message = refuse(["plan", str(recipe), "--memory", config])
+    message = refuse(["plan", "memory", str(recipe), config])
     assert "its memory is unknown" in message
     assert "row by row: 2 (backbone.layers.0.mixer, …), each with 8 times its kernel launches" in message
 
@@ -205,16 +205,15 @@ def test_modules_that_run_row_by_row_are_named_where_the_memory_is_unknown(recip
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--memory", "--engine", "fsdp3"], "got 'fsdp3'; did you mean 'fsdp2'"),
-        (["--memory", "--gpus", "2", "--engine", "single"], "the engine single uses 1 GPU, not 2"),
-        (["--memory", "train.optim=adafactor"], "train.optim=adafactor"),
-        (["--memory", "model.config.n_layers=3"], "has no 'n_layers'; did you mean 'n_layer'"),
-        (["--gpus", "8"], "add --memory, or omit them"),
+        (["--engine", "fsdp3"], "got 'fsdp3'; did you mean 'fsdp2'"),
+        (["--gpus", "2", "--engine", "single"], "the engine single uses 1 GPU, not 2"),
+        (["train.optim=adafactor"], "train.optim=adafactor"),
+        (["model.config.n_layers=3"], "has no 'n_layers'; did you mean 'n_layer'"),
     ],
 )
 def test_memory_errors_are_one_line(recipe: Path, arguments: list[str], message: str) -> None:
     """Wrong engines, numbers and options are refused with one line."""
-    assert message in refuse(["plan", str(recipe), *arguments])
+    assert message in refuse(["plan", "memory", str(recipe), *arguments])
 
 
 @pytest.mark.deep
@@ -264,14 +263,14 @@ def test_tuning_is_priced() -> None:
 
 
 def test_compose_adds_runs_up(tmp_path: Path) -> None:
-    """`dpllm compose`: the joint cost of two runs, at least the cost of either and at most their sum."""
+    """`dpllm epsilon`: the joint cost of two runs, at least the cost of either and at most their sum."""
     folders = [str(tmp_path / name) for name in ("one", "two")]
     for folder, noise_multiplier in zip(folders, (3.0, 4.0), strict=True):
         make_run(Path(folder), dataset="notes", noise_multiplier=noise_multiplier)
-    values = as_json(["compose", *folders])
+    values = as_json(["epsilon", *folders])
     alone = [entry["epsilon"] for entry in values["runs"]]
     assert max(alone) < values["epsilon"] < sum(alone) * 1.5 and values["dataset"] == "notes"
-    assert "ε of all together" in run(["compose", *folders])
+    assert "ε of all together" in run(["epsilon", *folders])
 
 
 def test_verify_passes_and_fails(folder: Path) -> None:
@@ -299,37 +298,43 @@ def test_what_people_know_is_noted(folder: Path) -> None:
     opened = "".join(f"- {point}\n" for point in values["open_points"])
     head = "The privacy report has open points, and each is a reason not to release yet:"
     (folder / "README.md").write_text(f"# A model\n\n{head}\n\n{opened}\n## Privacy\n")
-    noted = as_json(["report", str(folder), "--data-holder", "the clinic", "--other-uses", "none"])
+    noted = as_json(["report", "note", str(folder), "data_holder=the clinic", "other_uses=none"])
     assert noted["setting"]["data_holder"] == "the clinic" and noted["definition"]["other_uses_of_the_data"] == "none"
     assert asked not in noted["open_points"] and len(noted["open_points"]) == len(values["open_points"]) - 2
     card = (folder / "README.md").read_text()
     assert asked not in card and "Who will see the released model?" in card and card.endswith("\n\n## Privacy\n")
     for name in ("privacy_report.md", "privacy_report.html", "privacy_report.json"):
         assert "the clinic" in (folder / name).read_text()
-    again = as_json(["report", str(folder), "--audience", "the public", "--utility", "accuracy on public data=0.83"])
+    again = as_json(["report", "note", str(folder), "audience=the public", "utility.accuracy on public data=0.83"])
     assert again["setting"]["data_holder"] == "the clinic", "earlier notes are kept"
-    given = ["--dataset", "notes", "--trained-by", "IT", "--license", "mit", "--language", "en", "--language", "de"]
-    last = as_json(["report", str(folder), *given, "--base-model", "org/base"])
+    given = ["dataset=notes", "trained_by=IT", "license=mit", "language=en, de"]
+    last = as_json(["report", "note", str(folder), *given, "base_model=org/base"])
     assert (last["definition"]["dataset"], last["noted"]["language"]) == ("notes", ["en", "de"])
     assert last["utility"] == {"accuracy on public data": "0.83"} and last["open_points"] == []
-    assert "is no code of a language" in refuse(["report", str(folder), "--language", "English"])
-    assert "must be a name, =, and a value" in refuse(["report", str(folder), "--utility", "0.83"])
-    assert "the report has 0 open points" in refuse(["report", str(folder), "--settle", "1=fine", "--by", "A. Meyer"])
-    for half in (["--settle", "1=fine"], ["--by", "A. Meyer"]):
-        assert "--settle and --by belong together" in refuse(["report", str(folder), *half])
+    assert "is no code of a language" in refuse(["report", "note", str(folder), "language=English"])
+    for wrong, words in (
+        ("0.83", "must be KEY=VALUE"),
+        ("utility.=0.83", "name of the figure"),
+        ("by=x", "its person"),
+        ("holder=x", "did you mean 'data_holder'"),
+        ("utility.a=1 utility.a=2", "given twice"),
+    ):
+        assert words in refuse(["report", "note", str(folder), *wrong.split()])
+    assert "the report has 0 open points" in refuse(["report", "note", str(folder), "1=fine", "by=A. Meyer"])
+    assert "its person" in refuse(["report", "note", str(folder), "1=fine"])
 
 
 def test_people_settle_a_point_with_their_name(folder: Path) -> None:
     """The ledger gets their statement; commands on the screen name the folder as it was given, and files do not."""
     with Ledger.annotate(folder / LEDGER_FILE) as ledger:
         ledger.append_open_point("Rows have one length: confirm it.")
-    result = CliRunner().invoke(app, ["report", str(folder), "--audience", "all", "--data-holder", "us"])
+    result = CliRunner().invoke(app, ["report", "note", str(folder), "audience=all", "data_holder=us"])
     points = len(json.loads((folder / "privacy_report.json").read_text())["open_points"])
-    assert result.stderr == f"noted in {folder}: data holder, audience; {points} points are open.\n" and points > 1
+    assert result.stderr == f"noted in {folder}: audience, data holder; {points} points are open.\n" and points > 1
     shown = result.stdout
-    assert f'`dpllm report {folder} --settle "1=what was checked" --by "name and role"`' in shown
+    assert f'`dpllm report note {folder} 1="what was checked" by="name and role"`' in shown
     assert str(folder) not in (folder / "privacy_report.md").read_text()
-    done = as_json(["report", str(folder), "--settle", "1=Each is a record", "--by", "A. Meyer"])
+    done = as_json(["report", "note", str(folder), "1=Each is a record", "by=A. Meyer"])
     (settled,) = done["settled_points"]
     assert settled["answer"] == "Each is a record" and settled["by"] == "A. Meyer"
     assert "Rows have one length: confirm it." not in done["open_points"]
@@ -354,11 +359,11 @@ def test_budget_is_made_and_shown(tmp_path: Path) -> None:
     )
 
 
-SWEEP = ["plan", "--sweep", "--num-units", "5000", "--epsilon", "8", "--expected-batch-size", "200", "--steps", "40"]
+SWEEP = ["plan", "sweep", "--num-units", "5000", "--epsilon", "8", "--expected-batch-size", "200", "--steps", "40"]
 
 
 def test_sweep_of_numbers(tmp_path: Path) -> None:
-    """`dpllm plan --sweep` from given numbers: every point keeps the budget, one is recommended, and there is a PNG."""
+    """`dpllm plan sweep` from given numbers: every point keeps the budget, one is recommended, and there is a PNG."""
     picture = tmp_path / "sweep.png"
     grid = ["--batch-sizes", "100,200,400", "--step-counts", "20,40,80", "--delta", "1e-5"]
     values = as_json(
@@ -381,7 +386,7 @@ def test_sweep_of_a_recipe(tmp_path: Path) -> None:
     path = recipe_of_records(tmp_path, 400)
     sizes = "{model_type: gpt2, vocab_size: 100, n_embd: 32, n_head: 2, n_layer: 2}"
     path.write_text(path.read_text().replace("{model_type: gpt2}", sizes))
-    arguments = ["plan", str(path), "--sweep", "--batch-sizes", "10,20", "--step-counts", "60,120"]
+    arguments = ["plan", "sweep", str(path), "--batch-sizes", "10,20", "--step-counts", "60,120"]
     values = as_json([*arguments, "--peak-tflops", "1", "--gpus", "2"])
     assert values["num_units"] == 400 and values["delta"] == 1 / 4000 and values["points"][0]["tokens"] == 16 * 600
     assert all(point["seconds"] > 0 for point in values["points"])
@@ -433,7 +438,7 @@ def test_the_plan_names_a_low_passed_second_moment(tmp_path: Path) -> None:
 def test_a_sweep_of_correlated_noise_compares_bands_too(tmp_path: Path) -> None:
     """Its σ is that of the recipe's noise; clipping has the event of DP-SGD. Noise of a fixed order is only listed."""
     path = recipe_of_records(tmp_path, 400)
-    arguments = ["plan", str(path), "--sweep", "--batch-sizes", "10,20"]
+    arguments = ["plan", "sweep", str(path), "--batch-sizes", "10,20"]
     banded = ["privacy.noise={kind: banded, bands: 4}", "privacy.max_batch_size=60", "--min-steps", "50"]
     values = as_json([*arguments, *banded])
     assert {(p["expected_batch_size"], p["num_steps"], p["tensors_kept"]) for p in values["points"]} == {
@@ -459,11 +464,9 @@ def test_a_sweep_of_correlated_noise_compares_bands_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["plan", "--sweep"], "give a recipe, or --sweep with the numbers"),
-        (["plan", "--sweep", "--num-units", "10"], "--expected-batch-size, --steps and --epsilon: give all four"),
-        (["plan", "r.yaml", "--sweep", "--memory"], "give one of them"),
-        (["plan", "r.yaml", "--picture", "x.png"], "the options of a sweep need --sweep"),
-        (["plan", "r.yaml", "--sweep", "--steps", "3"], "override the recipe's values instead"),
+        (["plan", "sweep"], "give a recipe, or the numbers of a run"),
+        (["plan", "sweep", "--num-units", "10"], "--expected-batch-size, --steps and --epsilon: give all four"),
+        (["plan", "sweep", "r.yaml", "--steps", "3"], "override the recipe's values instead"),
         ([*SWEEP, "--batch-sizes", "1,x"], "whole numbers separated by commas"),
         ([*SWEEP, "--peak-tflops", "100"], "needs a recipe"),
         deep_case([*SWEEP, "--min-steps", "5000"], "at least min_steps=5000 steps"),

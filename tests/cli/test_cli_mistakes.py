@@ -31,12 +31,12 @@ train: {num_train_epochs: 3, output_dir: out}
 """
 COMMANDS = {
     "epsilon": "epsilon --noise-multiplier 1 --sampling-rate 0.02 --steps 100 --delta 1e-5",
-    "calibrate": "calibrate --epsilon 8 --sampling-rate 0.02 --steps 100 --delta 1e-5",
-    "plan": "plan --sweep --num-units 1000 --expected-batch-size 10 --steps 10 --epsilon 8",
+    "epsilon --target": "epsilon --target 8 --sampling-rate 0.02 --steps 100 --delta 1e-5",
+    "plan": "plan sweep --num-units 1000 --expected-batch-size 10 --steps 10 --epsilon 8",
     "budget": "budget create b.json --dataset mail --epsilon 8 --delta 1e-5 --num-units 1000",
     "audit prepare": "audit prepare --config recipe.yaml --output a",
     "audit gradient": "audit gradient --config recipe.yaml",
-    "audit attack": "audit attack run",
+    "methods attack": "methods attack run",
 }
 CHANGES: dict[str, dict[str, list[str]]] = {
     "epsilon": {
@@ -49,8 +49,8 @@ CHANGES: dict[str, dict[str, list[str]]] = {
         "--num-units": ["0", "-1"],
         "--adjacency": ["add-or-remove", ""],
     },
-    "calibrate": {
-        "--epsilon": ["0", "-1", "nan", "inf", "1001", "1e6", "1e9", "1e300"],
+    "epsilon --target": {
+        "--target": ["0", "-1", "nan", "inf", "1001", "1e6", "1e9", "1e300"],
         "--delta": ["0", "1", "nan"],
         "--rows-per-unit": ["0", "1000000"],
     },
@@ -88,7 +88,7 @@ CHANGES: dict[str, dict[str, list[str]]] = {
         "--steps": ["0", "1000000000000"],
         "--tokens": ["0", "100000"],
     },
-    "audit attack": {
+    "methods attack": {
         "--records": ["0"],
         "--temperature": ["nan", "0", "inf"],
         "--top-k": ["-1"],
@@ -149,7 +149,7 @@ def test_a_damaged_report_or_plan_is_one_line(folder: Path, name: str, change: C
     """`dpllm report` refuses it or does not need it; `dpllm verify` says which check failed; neither shows a fault."""
     path = folder / name
     path.write_text(change(path.read_text()))
-    shown = CliRunner().invoke(app, ["report", str(folder), "--audience", "all"])
+    shown = CliRunner().invoke(app, ["report", "note", str(folder), "audience=all"])
     assert shown.exit_code in (0, 2) and "Traceback" not in shown.output, shown.output
     if shown.exit_code == 2:
         assert shown.stderr.startswith("error: ") and shown.stderr.count("\n") == 1 and str(path) in shown.stderr

@@ -44,4 +44,4 @@ def test_a_sharded_model_needs_a_number(ranks):
     """Its processes pass through each layer together, so none of them can try separately."""
     for rank in ranks:
         kind, message = rank["sharded"]
-        assert kind == "ConfigError" and "FullySharded" in message and "dpllm plan --memory" in message
+        assert kind == "ConfigError" and "FullySharded" in message and "dpllm plan memory" in message

@@ -111,7 +111,7 @@ def test_no_command_runs_the_code(coded, tmp_path, command):
         "plan": ["plan", written],
         "train": ["train", written],
         "generate": ["generate", str(folder), "--unverified", "--prompt", "a"],
-        "init": ["init", str(tmp_path / "t.jsonl"), "--model", str(folder), "--yes"],
+        "init": ["init", str(tmp_path / "t.jsonl"), f"model={folder}", "--yes"],
     }[command]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 2, result.output

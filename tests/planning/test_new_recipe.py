@@ -72,8 +72,8 @@ def chosen(made: NewRecipe) -> list[tuple[str, Any, str]]:
 @kills(
     "the batch of a new recipe follows the number of records of a user",
     "dpllm/planning/new_recipe.py",
-    "batch, steps = rules.batch_and_steps(num_units)",
-    "batch, steps = rules.batch_and_steps(len(records))",
+    "batch, steps = defaults.batch_and_steps(num_units)",
+    "batch, steps = defaults.batch_and_steps(len(records))",
 )
 @pytest.mark.parametrize("unit_column", [None, "who"])
 def test_settings_do_not_depend_on_lengths_or_on_rows_per_user(tmp_path, base_model, here, unit_column):

@@ -277,7 +277,7 @@ def test_a_rehearsal_end_to_end_never_opens_the_private_file(path, tmp_path, sta
     sys.addaudithook(listen)  # it cannot be removed again
     try:
         text = command(
-            ["plan", str(path), "--suggest", "--num-units", "2000", "--rehearsal-steps", "8", "--json", *source, *BANDS]
+            ["plan", "suggest", str(path), "--num-units", "2000", "--rehearsal-steps", "8", "--json", *source, *BANDS]
         )
     finally:
         listening = False

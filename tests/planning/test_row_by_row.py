@@ -1,4 +1,4 @@
-"""`dpllm plan --memory` names the modules that run row by row: those that a clipper finds in its first call."""
+"""`dpllm plan memory` names the modules that run row by row: those that a clipper finds in its first call."""
 
 from __future__ import annotations
 

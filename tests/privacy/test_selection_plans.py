@@ -147,7 +147,7 @@ def test_a_budget_is_charged_for_the_selection(tmp_path):
     plan, path = plan_of(dataset="d"), tmp_path / "budget.json"
     create_budget(path, dataset="d", epsilon=8.0, delta=1e-4, unit="sequence", num_units=1000)
     for refused in (charge, require_room):
-        with pytest.raises(BudgetError, match="dpllm tune"):
+        with pytest.raises(BudgetError, match="dpllm methods tune"):
             refused(path, plan, "d")
     entry = charge(path, plan, "d", of_all_runs=True)
     assert read_budget(path).spent == pytest.approx(plan.epsilon, rel=1e-9)

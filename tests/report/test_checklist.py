@@ -55,7 +55,7 @@ def test_each_open_point_says_what_clears_it(report: PrivacyReport) -> None:
     for point, how in zip(report.open_points, report.how_to_clear, strict=True):
         assert how and ("dpllm report . --" in how) == point.startswith("Not filled in"), (point, how)
     place = next(at for at, point in enumerate(report.open_points) if "Who will see" in point)
-    assert '--audience "…"' in report.how_to_clear[place] and "`release.audience`" in report.how_to_clear[place]
+    assert 'audience="…"' in report.how_to_clear[place] and "`release.audience`" in report.how_to_clear[place]
 
 
 def by_people(points: Iterable[str], answer: str = "Each is a record") -> tuple[Settled, ...]:
@@ -67,7 +67,7 @@ def test_people_settle_only_what_they_are_asked_to_check(report: PrivacyReport) 
     """Their statement takes the place of the point; nothing else can be settled, and a statement cannot be empty."""
     asked = completed(report.model_copy(update={"noted_open_points": ("Rows have one length: confirm it.",)}))
     place = asked.open_points.index("Rows have one length: confirm it.") + 1
-    assert asked.how_to_clear[place - 1] == f'`dpllm report . --settle "{place}=what was checked" --by "name and role"`'
+    assert asked.how_to_clear[place - 1] == f'`dpllm report note . {place}="what was checked" by="name and role"`'
     settled = settled_by(asked, [f"{place}= Each is  a record\n"])
     assert settled == {"Rows have one length: confirm it.": "Each is a record"}
     after = completed(asked.model_copy(update={"settlements": by_people(settled, "Perhaps") + by_people(settled)}))

@@ -177,9 +177,7 @@ def test_notes_and_statements_are_added(folder: Path) -> None:
     adopt_run(folder)
     add_notes(folder, {"license": "cc-by-4.0"})
     assert "The ledger's file was copied" in (folder / CARD_FILE).read_text() and failed(folder) == ""
-    settled = CliRunner().invoke(
-        app, ["report", str(folder), "--settle", "1=no other copy was used", "--by", "A. Meyer"]
-    )
+    settled = CliRunner().invoke(app, ["report", "note", str(folder), "1=no other copy was used", "by=A. Meyer"])
     assert settled.exit_code == 0, settled.output
     assert "no other copy was used" in (folder / CARD_FILE).read_text() and failed(folder) == ""
     with pytest.raises(ValueError, match="chats"):

@@ -466,7 +466,7 @@ def test_facts_and_open_points_of_the_ledger_are_in_every_form(tmp_path: Path) -
     assert report["definition"]["facts"] == [{"name": "largest difference of a row's loss", "values": [2.5e-6, 3e-6]}]
     assert "All rows have 128 tokens: add a column record." in report["open_points"]
     (point,) = report["noted_open_points"]
-    assert "--settle" in report["how_to_clear"][report["open_points"].index(point)]
+    assert ' by="' in report["how_to_clear"][report["open_points"].index(point)]
     for name in ("privacy_report.md", "privacy_report.html"):
         text = (tmp_path / name).read_text()
         assert "Facts of the run" in text and "2.5e-06, then 3e-06" in text and point in text

@@ -121,7 +121,7 @@ def test_no_epsilon_is_stated_from_an_older_copy_of_the_ledger(run: Path, lines:
     """Written into the same file, it lacks steps or a disclosure that the report has; no run goes on with it either."""
     ledger, before = run / LEDGER_FILE, (run / JSON_FILE).read_bytes()
     ledger.write_text("".join(ledger.read_text(encoding="utf-8").splitlines(True)[:lines]), encoding="utf-8")
-    for words in (["report", run], ["report", run, "--trained-by", "me"], ["compose", run, "--dataset", "notes"]):
+    for words in (["report", run], ["report", "note", run, "trained_by=me"], ["epsilon", run, "--dataset", "notes"]):
         result = CliRunner().invoke(app, [str(word) for word in words])
         assert result.exit_code == 2 and "Restore the ledger" in result.output and "ε =" not in result.output
     for go_on in (lambda: prior_release(run), lambda: Ledger.open(ledger, PrivacyPlan.load(run / PLAN_FILE))):

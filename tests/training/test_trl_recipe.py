@@ -146,7 +146,7 @@ def test_programs_that_make_rows_themselves_refuse_such_a_recipe(tmp_path):
     """They would train on other rows and losses than the recipe says."""
     made = recipe(tmp_path, "dpo")
     with pytest.raises(ConfigError, match="losses itself"):
-        refuse_trainer(made, "dpllm tune")
+        refuse_trainer(made, "dpllm methods tune")
     from dpllm.audit.gradient_recipe import audit_recipe
     from dpllm.audit.prepare import prepare as prepare_audit
     from dpllm.planning.suggested import suggested_run
@@ -159,7 +159,7 @@ def test_programs_that_make_rows_themselves_refuse_such_a_recipe(tmp_path):
         with pytest.raises(ConfigError, match="dpo_replies"):
             refuses()
     with pytest.raises(ConfigError, match=r"train\.trainer"):
-        refuse_trainer(recipe(tmp_path, "sft"), "dpllm tune")
+        refuse_trainer(recipe(tmp_path, "sft"), "dpllm methods tune")
 
 
 def test_settings_are_suggested_for_supervised_fine_tuning(tmp_path):
@@ -172,7 +172,7 @@ def test_settings_are_suggested_for_supervised_fine_tuning(tmp_path):
 
 
 def test_a_pair_counts_as_two_rows_in_the_estimate_of_memory(tmp_path):
-    """`dpllm plan --memory`: both sequences are in the microbatch, and each unit has twice as many."""
+    """`dpllm plan memory`: both sequences are in the microbatch, and each unit has twice as many."""
     pytest.importorskip("trl")
     from dpllm.planning.footprint import footprint_of_recipe
     from dpllm.training.arguments import training_arguments

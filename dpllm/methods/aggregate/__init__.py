@@ -1,4 +1,4 @@
-"""Answers of a public model for groups of private records, combined with noise (`dpllm aggregate`)."""
+"""Answers of a public model for groups of private records, combined with noise (`dpllm methods aggregate`)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ METHOD = Method(
     query="dpllm.methods.aggregate.aggregate:QUERY",
     show_plan="dpllm.methods.queries.command:show_query_plan",
     carry_out="dpllm.methods.queries.command:run_method",
-    help="""Answer questions about private records: a public model answers for each group, and noise is added.
+    help="""Noisy answers of a public model about groups of records.
 
     The answers are numbers in a public range, one of listed answers, or short answers that many groups give (sample and
     aggregate). Nothing is trained. `dpllm plan RECIPE` prints the cost.
     """,
-    examples=("dpllm aggregate aggregate_e2e privacy.epsilon=1",),
+    examples=("dpllm methods aggregate aggregate_e2e privacy.epsilon=1",),
 )

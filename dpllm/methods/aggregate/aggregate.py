@@ -1,7 +1,7 @@
 """Sample and aggregate from a recipe: its plan, its groups, and one private answer to each question.
 
-Place in the flow: above the asking and the combination; the command `dpllm aggregate` calls it. Every question is
-charged before a record reaches the model. What can be refused is refused before that.
+Place in the flow: above the asking and the combination; the command `dpllm methods aggregate` calls it. Every question
+is charged before a record reaches the model. What can be refused is refused before that.
 """
 
 from __future__ import annotations

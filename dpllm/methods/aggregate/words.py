@@ -1,4 +1,4 @@
-"""The words for answers of groups of records, combined with noise (`dpllm aggregate`)."""
+"""The words for answers of groups of records, combined with noise (`dpllm methods aggregate`)."""
 
 from __future__ import annotations
 

@@ -6,5 +6,5 @@ from dpllm.registry import Method
 
 METHOD = Method(
     name="attacks",
-    audit_commands=("dpllm.methods.attacks.command:register",),
+    commands=tuple(f"dpllm.methods.attacks.command:{name}" for name in ("attack", "exposure", "answers", "texts")),
 )

@@ -1,6 +1,6 @@
 """All attacks on one finished model that need only the model and the records: membership, LiRA, extraction.
 
-Place in the flow: after the training, before the release; `dpllm audit attack` and `recipes/compare.py` call it. The
+Place in the flow: after the training, before the release; `dpllm methods attack` and `recipes/compare.py` call it. The
 results are estimates on private records, which ε does not cover: scores of single records are never written out.
 """
 

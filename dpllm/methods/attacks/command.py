@@ -1,4 +1,4 @@
-"""`dpllm audit attack`, `exposure`, `answers` and `texts`: attacks on models, answers and texts that were released."""
+"""`dpllm methods attack`, `exposure`, `answers` and `texts`: attacks on released models and texts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dpllm import registry
-from dpllm.cli.auditing import CanariesFile, Model, Plain, Reference, RunFolder
-from dpllm.cli.common import AsJson, Overrides, one_line_errors, show, show_json, show_table
+from dpllm.cli.audit import CanariesFile, Model, Plain, Reference, RunFolder
+from dpllm.cli.common import AsJson, Overrides, command, show, show_json, show_table
 from dpllm.config import RECIPE_FILE, ConfigError, load_recipe
 from dpllm.config.query_recipe import load_query_recipe
 from dpllm.config.recipe import read_raw
@@ -23,24 +23,7 @@ if TYPE_CHECKING:
     from dpllm.privacy.query_plan import QueryPlan
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to ``dpllm audit``."""
-    app.command(epilog="Example: dpllm audit attack runs/quickstart --records 1000 --shadows 16")(attack)
-    app.command(
-        epilog="Example: dpllm audit exposure audits/quickstart/run --canaries audits/quickstart/canaries.json"
-    )(exposure)
-    app.command(
-        epilog="Example: dpllm audit answers label_counts --trials 4000\n\n"
-        "Example: dpllm audit answers predict_e2e predict.max_new_tokens=32\n\n"
-        "Example, for a finished release: dpllm audit answers runs/counts"
-    )(answers)
-    app.command(
-        epilog="Example: dpllm audit texts synthetic --run audits/quickstart/run "
-        "--canaries audits/quickstart/canaries.json"
-    )(texts)
-
-
-@one_line_errors
+@command("dpllm methods attack runs/quickstart --records 1000 --shadows 16")
 def attack(
     run_folder: Annotated[
         Path,
@@ -48,28 +31,40 @@ def attack(
     ],
     reference: Annotated[
         str | None,
-        typer.Option(help="A model that saw none of the records. Default: the starting model of the training."),
+        typer.Option(help="A model that saw none of the records; default: the start of the training."),
     ] = None,
-    records: Annotated[
-        int, typer.Option(help="Largest number of members, and of held-out records; an FPR of 0.1 % needs 1000.")
-    ] = 1000,
-    shadows: Annotated[int, typer.Option(help="Run LiRA with this many shadow adapters; they are trained here.")] = 0,
-    shadow_epochs: Annotated[float, typer.Option(help="Passes of each shadow over its half of the records.")] = 4.0,
+    records: Annotated[int, typer.Option(help="Most members and held-out records; an FPR of 0.1 % needs 1000.")] = 1000,
+    shadows: Annotated[int, typer.Option(help="Run LiRA with so many shadow adapters, trained here.")] = 0,
+    shadow_epochs: Annotated[float, typer.Option(help="Passes of a shadow over its half of the records.")] = 4.0,
     extract: Annotated[int, typer.Option(help="Texts sampled per kind of prompt; 0: no extraction.")] = 200,
-    span: Annotated[int, typer.Option(help="Consecutive tokens that count as verbatim.")] = 20,
-    prefix: Annotated[int, typer.Option(help="Target tokens of a record given before it must be continued.")] = 10,
-    new_tokens: Annotated[int, typer.Option(help="Largest number of tokens of a sampled text.")] = 64,
-    temperature: Annotated[float, typer.Option(help="Temperature of the sampling.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Sample among this many likeliest tokens; 0: all.")] = 40,
-    word: Annotated[str, typer.Option(help="The word that one kind of prompt repeats.")] = "company",
-    seed: Annotated[int, typer.Option(help="Seed of the draw of records, the samples and the shadows.")] = 0,
+    span: Annotated[
+        int, typer.Option(help="Consecutive tokens that count as verbatim.", rich_help_panel="of extraction")
+    ] = 20,
+    prefix: Annotated[
+        int,
+        typer.Option(
+            help="Target tokens of a record given before it must be continued.", rich_help_panel="of extraction"
+        ),
+    ] = 10,
+    new_tokens: Annotated[
+        int, typer.Option(help="Largest number of tokens of a sampled text.", rich_help_panel="of extraction")
+    ] = 64,
+    temperature: Annotated[
+        float, typer.Option(help="Temperature of the sampling.", rich_help_panel="of extraction")
+    ] = 1.0,
+    top_k: Annotated[
+        int, typer.Option(help="Sample among this many likeliest tokens; 0: all.", rich_help_panel="of extraction")
+    ] = 40,
+    word: Annotated[
+        str, typer.Option(help="The word that one kind of prompt repeats.", rich_help_panel="of extraction")
+    ] = "company",
+    seed: Annotated[int, typer.Option(help="Of the draws of records, samples and shadows.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Attack a finished model: test whether it reveals its training records, and whether it writes them verbatim.
+    """Membership attacks on a finished model, and extraction of its records.
 
-    Members and non-members are drawn at random from the records that the recipe names. The share of members found is
-    printed beside the share that the ledger allows for any attack. The command writes attacks.json and attacks.png into
-    the folder. They come from private records, and ε does not cover them.
+    The share of members found is printed beside the share that the ledger allows for any attack. Results also go to
+    attacks.json and attacks.png in the folder: they come from private records, and ε does not cover them.
     """
     from rich.console import Console
 
@@ -121,7 +116,7 @@ def attack(
         typer.echo(f"{name:<{width}}  {value}")
 
 
-@one_line_errors
+@command("dpllm methods exposure audits/quickstart/run --canaries audits/quickstart/canaries.json")
 def exposure(
     run_folder: RunFolder,
     canaries: CanariesFile,
@@ -130,10 +125,10 @@ def exposure(
     plain: Plain = False,
     as_json: AsJson = False,
 ) -> None:
-    """Print the exposure of the canaries of `dpllm audit prepare`: their rank among texts that were not trained on.
+    """Exposure of canaries of `dpllm audit prepare`.
 
-    A canary that was never seen has a median of 1 bit. Exposure is no bound on ε, and no verdict follows from it; that
-    is `dpllm audit run`.
+    It is their rank among texts that were not trained on. A canary that was never seen has a median of 1 bit. Exposure
+    is no bound on ε, and no verdict follows from it; that is `dpllm audit run`.
     """
     from rich.console import Console
 
@@ -168,35 +163,29 @@ def probe_of(plan: QueryPlan) -> Probe:
     return probe
 
 
-@one_line_errors
+@command("dpllm methods answers label_counts --trials 4000", "dpllm methods answers runs/counts")
 def answers(
     target: Annotated[
         str,
         typer.Argument(
             metavar="RECIPE|FOLDER",
-            help="Recipe of `dpllm count`, `predict`, `aggregate`, `evolve`, `teach` or `federate`, or the folder of "
-            "such a run.",
+            help="A recipe of count, predict, aggregate, evolve, pate or federated, or the folder of such a run.",
             show_default=False,
         ),
     ],
     overrides: Overrides = None,
-    trials: Annotated[
-        int, typer.Option(help="Trials, each with all answers of the plan and a coin of its own.")
-    ] = 1000,
-    confidence: Annotated[
-        float, typer.Option(help="A sound installation passes with at least this probability.")
-    ] = 0.95,
+    trials: Annotated[int, typer.Option(help="Each with all answers of the plan and its own coin.")] = 1000,
+    confidence: Annotated[float, typer.Option(help="At which a sound installation passes.")] = 0.95,
     output: Annotated[
         Path | None, typer.Option(help="Folder for audit.json and audit.png. Default: FOLDER.", show_default=False)
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Ask a method's questions again and again, with and without a canary, and compute a lower bound on ε.
+    """A lower bound on the ε of a method, by its own questions.
 
-    The records are made up, and are the worst that the method's bounds allow. Clipping, groups, votes, charge and noise
-    are those of the command. No private record is asked about; of a recipe's records only their number is used. In a
-    finished folder, the verdict is added to the report. Exit code 1: the lower bound is above ε, so a part of this
-    installation breaks the guarantee.
+    They are asked again and again, with and without a canary, about made-up records: the worst that the method's bounds
+    allow. Of a recipe's records only their number is used. In a finished folder, the verdict is added to the report.
+    Exit code 1: the bound is above ε, so a part of this installation breaks the guarantee.
     """
     from rich.console import Console
     from rich.progress import Progress
@@ -271,22 +260,22 @@ def _plan_of_recipe(recipe: str, overrides: list[str]) -> QueryPlan | PrivacyPla
     return plan
 
 
-@one_line_errors
+@command("dpllm methods texts synthetic --run audits/quickstart/run --canaries audits/quickstart/canaries.json")
 def texts(
     folder: Annotated[
         Path,
-        typer.Argument(metavar="FOLDER", help="What `dpllm synthesize RUN --output` made.", show_default=False),
+        typer.Argument(metavar="FOLDER", help="What `dpllm methods synthesize RUN --output` made.", show_default=False),
     ],
     run: Annotated[Path, typer.Option(help="The folder of the training, RUN.", show_default=False)],
     canaries: Annotated[Path, typer.Option(help="canaries.json of the audit.", show_default=False)],
     confidence: Annotated[float, typer.Option(help="Confidence of all lower bounds together.")] = 0.95,
     as_json: AsJson = False,
 ) -> None:
-    """Search released texts for canaries, and compute a lower bound on the ε of the data set.
+    """A lower bound on the ε of synthetic texts, from canaries in them.
 
-    The run was trained on data of `dpllm audit prepare`, which included each canary by a fair coin. A canary's score is
-    its longest run of words that a text repeats. The command writes audit.json and audit.png into the folder of the
-    data set. Exit code 1: the claim is refuted. Otherwise it is consistent with the texts, which is not a proof.
+    The run was trained on data of `dpllm audit prepare`. A canary's score is the longest run of its words that a text
+    repeats. audit.json and audit.png go into the folder. Exit code 1: the claim is refuted. Otherwise it is consistent
+    with the texts, which is not a proof.
     """
     from rich.console import Console
 

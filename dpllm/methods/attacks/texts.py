@@ -1,9 +1,9 @@
 """The audit of synthetic text: whether a released data set repeats more of the canaries that its model was trained on.
 
-Place in the flow: after `dpllm synthesize`, for a run on the data of `dpllm audit prepare`. The attacker sees the texts
-and nothing else. The score of a canary follows from the texts, and the coins decided which canaries were in the data;
-so the bounds of one run hold (`dpllm.audit.bounds`), for the ε of the data set: that of the training and of its own
-counts. `dpllm audit run` audits the model itself, and shows more.
+Place in the flow: after `dpllm methods synthesize`, for a run on the data of `dpllm audit prepare`. The attacker sees
+the texts and nothing else. The score of a canary follows from the texts, and the coins decided which canaries were in
+the data; so the bounds of one run hold (`dpllm.audit.bounds`), for the ε of the data set: that of the training and of
+its own counts. `dpllm audit run` audits the model itself, and shows more.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _plan_of(folder: Path, run_folder: Path) -> QueryPlan:
     plan = load_plan(folder / PLAN_FILE)
     if not isinstance(plan, QueryPlan) or plan.after is None:
         raise AuditError(
-            f"{folder} is no data set of a trained model: give the output folder of `dpllm synthesize RUN --output`, "
+            f"{folder} is no data set of a trained model: give the folder made by `dpllm methods synthesize`, "
             "and the training's folder as --run"
         )
     trained, contents = PrivacyPlan.load(run_folder / PLAN_FILE), read_ledger(run_folder / LEDGER_FILE)

@@ -1,4 +1,4 @@
-"""Counts of public classes with noise (`dpllm count`)."""
+"""Counts of public classes with noise (`dpllm methods count`)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ METHOD = Method(
     query="dpllm.methods.count.counting:QUERY",
     show_plan="dpllm.methods.queries.command:show_query_plan",
     carry_out="dpllm.methods.queries.command:run_method",
-    help="Count the records of each public class with noise, from a recipe to counts with their privacy report.",
-    examples=("dpllm count label_counts privacy.epsilon=0.5",),
+    help="Count the records of each public class, with noise.",
+    examples=("dpllm methods count label_counts privacy.epsilon=0.5",),
 )

@@ -1,4 +1,4 @@
-"""Noisy counts of public classes: `dpllm count`.
+"""Noisy counts of public classes: `dpllm methods count`.
 
 Place in the flow: a method of private release, on `dpllm.methods.queries.run`. A unit has at most k rows, so without it
 the counts move by at most k in l2 norm: all of its rows may have one class. Replacing it by another unit moves k rows

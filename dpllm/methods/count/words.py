@@ -1,4 +1,4 @@
-"""The words for noisy counts of public classes (`dpllm count`)."""
+"""The words for noisy counts of public classes (`dpllm methods count`)."""
 
 from __future__ import annotations
 

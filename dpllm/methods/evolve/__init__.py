@@ -1,4 +1,4 @@
-"""Synthetic text by votes of private records on texts of a public model (`dpllm evolve`)."""
+"""Synthetic text by votes of private records on texts of a public model (`dpllm methods evolve`)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ METHOD = Method(
     query="dpllm.methods.evolve.evolving:QUERY",
     show_plan="dpllm.methods.queries.command:show_query_plan",
     carry_out="dpllm.methods.queries.command:run_method",
-    help="Make synthetic text without training: a public model writes, and private records vote with noise.",
-    examples=("dpllm evolve evolve_e2e privacy.epsilon=2",),
+    help="Texts of a public model, chosen by noisy votes of private records.",
+    examples=("dpllm methods evolve evolve_e2e privacy.epsilon=2",),
 )

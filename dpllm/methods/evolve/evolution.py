@@ -1,8 +1,8 @@
 """Private Evolution: synthetic text without training, from a public model and noisy votes.
 
-Place in the flow: `dpllm evolve RECIPE`. A public model writes texts. In each of T steps, every private record votes
-for the candidate whose embedding is nearest. The votes get Gaussian noise. The candidates with most noisy votes are
-kept, and the model writes variations of them, which are candidates of the next step. The model that writes sees no
+Place in the flow: `dpllm methods evolve RECIPE`. A public model writes texts. In each of T steps, every private record
+votes for the candidate whose embedding is nearest. The votes get Gaussian noise. The candidates with most noisy votes
+are kept, and the model writes variations of them, which are candidates of the next step. The model that writes sees no
 private record: only noisy votes depend on the records, so ε is that of T Gaussian queries.
 
 Source: Xie et al., arXiv:2403.01749 (Aug-PE: kept by rank, with their variations); Lin et al., arXiv:2305.15560. A

@@ -1,4 +1,4 @@
-"""`dpllm evolve`: the run of Private Evolution, from its recipe to its texts.
+"""`dpllm methods evolve`: the run of Private Evolution, from its recipe to its texts.
 
 Place in the flow: above `evolution`: records, models and plan from a recipe. Everything that can be wrong with them is
 found before anything is charged.

@@ -1,4 +1,4 @@
-"""The words for Private Evolution: synthetic text from noisy votes (`dpllm evolve`)."""
+"""The words for Private Evolution: synthetic text from noisy votes (`dpllm methods evolve`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EVOLUTION = ReleaseWords(
         ("prompts and names of labels", "they are taken as public; never collect them from the private records"),
         (
             "figures of an evaluation on private text",
-            "they are exact; `dpllm evaluate` keeps them in not_for_release/, and the report lists that they exist",
+            "they are exact; `dpllm methods evaluate` keeps them in not_for_release/, and the report lists them",
         ),
     ),
     assumptions=(

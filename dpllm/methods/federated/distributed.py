@@ -187,7 +187,7 @@ class DistributedNoise(DiscreteNoise):
         """
         raise ValueError(
             "noise='distributed' is added by the clients of a federated run, each to its own update, and here one "
-            "trainer sees all records: use `dpllm federate`, or privacy.noise=independent"
+            "trainer sees all records: use `dpllm methods federated`, or privacy.noise=independent"
         )
 
     def words(self) -> str:

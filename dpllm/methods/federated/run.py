@@ -1,4 +1,4 @@
-"""The program of `dpllm federate`: from a recipe to the model and its report, with simulated clients.
+"""The program of `dpllm methods federated`: from a recipe to the model and its report, with simulated clients.
 
 Place in the flow: above the rounds. It reads the records as `dpllm.training.finetune` does, and gives each client those
 of one user.

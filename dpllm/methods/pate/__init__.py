@@ -11,17 +11,17 @@ from dpllm.registry import Method
 
 METHOD = Method(
     name="teach",
+    command="pate",
     section=TeachConfig,
     holds_records_out=True,
     words=(TEACH, TEACH_TOKENS),
     query="dpllm.methods.pate.teach:QUERY",
     show_plan="dpllm.methods.queries.command:show_query_plan",
     carry_out="dpllm.methods.queries.command:run_method",
-    help="""Label or continue public texts by a noisy vote of models trained on disjoint units (PATE), and train a
-    student.
+    help="""Public texts labelled by a noisy vote of teachers, for a student.
 
     The teachers are trained without privacy, one after the other, over one base model in memory. Their votes are
     private. Each label or token costs privacy, and the student none. `dpllm plan RECIPE` prints the cost.
     """,
-    examples=("dpllm teach teach_sst2 privacy.epsilon=4",),
+    examples=("dpllm methods pate teach_sst2 privacy.epsilon=4",),
 )

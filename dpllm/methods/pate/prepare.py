@@ -1,6 +1,6 @@
 """The plan of a PATE run, and what it is made of: private records, public texts, and the public numbers of the vote.
 
-Place in the flow: first, in `dpllm plan` and `dpllm teach`. Nothing is trained here and nothing is charged.
+Place in the flow: first, in `dpllm plan` and `dpllm methods pate`. Nothing is trained here and nothing is charged.
 """
 
 from __future__ import annotations
@@ -103,10 +103,12 @@ def check_teaching(recipe: QueryRecipe) -> None:
             "teach.public_prompts is missing: name the file of public texts, without labels, that the teachers label"
         )
     if recipe.model is None:
-        raise ConfigError("dpllm teach needs the section model: the public model that every teacher starts from")
+        raise ConfigError("dpllm methods pate needs the section model: the public model that every teacher starts from")
     _check_kind(recipe.model.task, recipe.data.form, options)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError("dpllm teach trains one teacher after the other in one process: start it without a launcher")
+        raise ConfigError(
+            "dpllm methods pate trains one teacher after the other in one process: start it without a launcher"
+        )
     refuse_private_start(recipe.model.name, recipe.model.start_is_independent)
     for section in (options.train, options.student_train or {}):
         check_optimizer(training_arguments({**section, **QUIET, "output_dir": recipe.output_dir}))

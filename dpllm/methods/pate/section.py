@@ -20,7 +20,7 @@ SET_BY_TEACH = (
     *("data_seed", "push_to_hub", "load_best_model_at_end", "resume_from_checkpoint", "trainer"),
     *("log_level", "log_level_replica", "debug"),
 )
-"""Options of the trainings that `dpllm teach` sets itself: a teacher's losses, checkpoints and rows are private."""
+"""Options of trainings that `dpllm methods pate` sets: a teacher's losses, checkpoints and rows are private."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +150,6 @@ def _check_training(name: str, section: Any) -> None:
     for key in SET_BY_TEACH:
         if key in section:
             raise ConfigError(
-                f"{name}.{key} is set by dpllm teach: a teacher's losses, checkpoints and rows are private, and are "
-                "neither written nor shown. Leave it out"
+                f"{name}.{key} is set by dpllm methods pate: a teacher's losses, checkpoints and rows are private, "
+                "and are neither written nor shown. Leave it out"
             )

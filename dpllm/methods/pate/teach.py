@@ -1,7 +1,7 @@
 """A PATE run: teachers in turn, the vote, the labels or completions, and the student.
 
-Place in the flow: called by `dpllm teach` with what `dpllm.methods.pate.prepare` made. Before the vote nothing leaves
-the process; the vote is charged before it is counted; everything after it looks at no private record.
+Place in the flow: called by `dpllm methods pate` with what `dpllm.methods.pate.prepare` made. Before the vote nothing
+leaves the process; the vote is charged before it is counted; everything after it looks at no private record.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The words for labels and for completions of public texts by a vote of teachers (`dpllm teach`)."""
+"""The words for labels and for completions of public texts by a vote of teachers (`dpllm methods pate`)."""
 
 from __future__ import annotations
 

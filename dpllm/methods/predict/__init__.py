@@ -14,13 +14,10 @@ METHOD = Method(
     query="dpllm.methods.predict.run:QUERY",
     show_plan="dpllm.methods.queries.command:show_query_plan",
     carry_out="dpllm.methods.queries.command:run_method",
-    help="""Draw texts from a public model that reads private records, without training.
+    help="""Texts of a public model that reads private records.
 
     Each text is made by a secret group of records, whose logits are clipped and averaged (private prediction,
     InvisibleInk). All tokens that the texts may have are charged before the first. `dpllm plan` prints the cost.
     """,
-    examples=(
-        "dpllm predict predict_e2e predict.texts=100",
-        "dpllm predict mine.yaml predict.kind=logits privacy.epsilon=3 --output-dir runs/eps3",
-    ),
+    examples=("dpllm methods predict predict_e2e predict.texts=100",),
 )

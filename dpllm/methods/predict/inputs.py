@@ -13,6 +13,7 @@ import datasets
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from dpllm import registry
 from dpllm.config import ConfigError, ModelConfig
 from dpllm.config.formats.record_format import Completion, Text, TextLabel
 from dpllm.config.query_recipe import QueryRecipe
@@ -79,12 +80,12 @@ def model_section(recipe: QueryRecipe) -> ModelConfig:
     Raises:
         ConfigError: there is none, or it describes a model to be trained.
     """
-    model = recipe.model
+    model, words = recipe.model, registry.method(recipe.method).invocation
     if model is None or model.name is None:
-        raise ConfigError(f"dpllm {recipe.method} needs a pretrained public model: give model.name")
+        raise ConfigError(f"{words} needs a pretrained public model: give model.name")
     if model.task != "causal_lm" or model.adapter is not None or model.freeze:
         raise ConfigError(
-            f"dpllm {recipe.method} uses a causal language model as it is: leave model.task, model.adapter and "
+            f"{words} uses a causal language model as it is: leave model.task, model.adapter and "
             "model.freeze out of the recipe"
         )
     return model

@@ -1,8 +1,8 @@
 """A private prediction from a recipe: its plan, its groups, and one text after the other.
 
-Place in the flow: above the sampler; the command `dpllm predict` calls it. All tokens are charged before a record
-reaches the model. What can be refused is refused before that: a model that does not load, has no room for the tokens,
-couples rows, or does not fit into memory.
+Place in the flow: above the sampler; the command `dpllm methods predict` calls it. All tokens are charged before a
+record reaches the model. What can be refused is refused before that: a model that does not load, has no room for the
+tokens, couples rows, or does not fit into memory.
 """
 
 from __future__ import annotations

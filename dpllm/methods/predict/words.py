@@ -1,4 +1,4 @@
-"""The words for text drawn from a public model that reads private records (`dpllm predict`)."""
+"""The words for text drawn from a public model that reads private records (`dpllm methods predict`)."""
 
 from __future__ import annotations
 

@@ -8,5 +8,5 @@ from dpllm.registry import Method
 METHOD = Method(
     name="synthesize",
     words=(SYNTHETIC_TEXT,),
-    commands=("dpllm.methods.synthesize.command:register", "dpllm.methods.synthesize.evaluating:register"),
+    commands=("dpllm.methods.synthesize.command:synthesize", "dpllm.methods.synthesize.evaluating:evaluate"),
 )

@@ -1,4 +1,4 @@
-"""`dpllm synthesize`: a synthetic data set from a released model, with ledger, report and card."""
+"""`dpllm methods synthesize`: a synthetic data set from a released model, with ledger, report and card."""
 
 from __future__ import annotations
 
@@ -10,61 +10,55 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dpllm.cli import generating as texts
-from dpllm.cli.common import one_line_errors
+from dpllm.cli import generate as texts
+from dpllm.cli.common import command
 from dpllm.config.values import integer
 
 if TYPE_CHECKING:
     from dpllm.methods.synthesize.data_set import Labels, Request
     from dpllm.models.generation import Prompt, Sampling, TextGenerator
 
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        epilog="Example: dpllm synthesize runs/mine -n 5000 --prompt 'topic: {label}' --labels sport,politics,other "
-        "--count-labels topic --output runs/synthetic"
-    )(synthesize)
+FILTERS = "texts"
 
 
-@one_line_errors
+@command(
+    "dpllm methods synthesize runs/mine -n 500 --prompt 'on {label}' --labels sport,other "
+    "--count-labels topic --output runs/synthetic"
+)
 def synthesize(
     folder: texts.Folder,
     output: Annotated[Path, typer.Option(help="A new folder for the data set with its report.", show_default=False)],
     number: Annotated[
         int,
-        typer.Option("--number", "-n", "--n", help="Texts in all, shared evenly by the prompts.", show_default=False),
+        typer.Option("--number", "-n", help="Texts in all, shared evenly by the prompts.", show_default=False),
     ],
     prompt: texts.PromptTexts = None,
     prompts: texts.PromptFile = None,
     prompt_column: texts.PromptColumn = None,
-    labels: Annotated[
-        str | None, typer.Option(help="Public labels, with commas; --prompt has {label} in the place of the label.")
-    ] = None,
-    label_shares: Annotated[
-        Path | None, typer.Option(help="A .json file with the public share of each label, instead of --labels.")
-    ] = None,
+    labels: Annotated[str | None, typer.Option(help="Public labels, with commas; --prompt has {label}.")] = None,
+    label_shares: Annotated[Path | None, typer.Option(help="A .json file with the public share of each label.")] = None,
     count_labels: Annotated[
         str | None,
-        typer.Option(help="Count --labels in this column of the run's private records, with noise that is charged."),
+        typer.Option(help="Count --labels in this private column, with noise."),
     ] = None,
     count_noise: Annotated[
-        float | None, typer.Option(help="Noise of a count, over its largest change by one unit; 20 without it.")
+        float | None, typer.Option(help="Noise over largest change by a unit; 20 without it.")
     ] = None,
-    min_words: Annotated[int, typer.Option(help="Leave out texts with fewer words.")] = 1,
-    max_words: Annotated[int | None, typer.Option(help="Leave out texts with more words.")] = None,
-    duplicates: Annotated[bool, typer.Option("--duplicates", help="Keep texts that the model wrote twice.")] = False,
+    min_words: Annotated[int, typer.Option(help="Leave out texts with fewer words.", rich_help_panel=FILTERS)] = 1,
+    max_words: Annotated[
+        int | None, typer.Option(help="Leave out texts with more words.", rich_help_panel=FILTERS)
+    ] = None,
+    duplicates: Annotated[
+        bool, typer.Option("--duplicates", help="Keep texts that the model wrote twice.", rich_help_panel=FILTERS)
+    ] = False,
     blocklist: Annotated[
         Path | None,
-        typer.Option(
-            help="A public file of words and phrases, a line each; leave out texts that have one. The report asks "
-            "whether it is public."
-        ),
+        typer.Option(help="Leave out texts with a phrase of this public file, a line each.", rich_help_panel=FILTERS),
     ] = None,
-    file_format: Annotated[str, typer.Option("--format", help="Of the file of texts: jsonl or parquet.")] = "jsonl",
-    budget: Annotated[
-        Path | None, typer.Option(help="The budget file of the people; default: as in the recipe of the run.")
-    ] = None,
+    file_format: Annotated[
+        str, typer.Option("--format", help="Of the file of texts: jsonl or parquet.", rich_help_panel=FILTERS)
+    ] = "jsonl",
+    budget: Annotated[Path | None, typer.Option(help="The budget file of the people; default: the recipe's.")] = None,
     max_new_tokens: texts.NewTokens = 128,
     temperature: texts.Temperature = 1.0,
     top_p: texts.TopP = 1.0,
@@ -72,11 +66,9 @@ def synthesize(
     batch_size: texts.BatchSize = 16,
     template: texts.Template = None,
 ) -> None:
-    """Make a synthetic data set of a released model's texts, with ledger, report and card.
+    """A synthetic data set of a released model's texts, with its report.
 
-    The guarantee is recomputed from the run's ledger, and the weights are compared with it; a folder that fails is
-    refused. Texts cost nothing. Counting labels of the private records (--count-labels) costs ε, which is charged
-    before. `dpllm verify` checks the data set.
+    Texts cost nothing; --count-labels costs ε, which is charged before.
     """
     integer("--number", number, 1)
     integer("--batch-size", batch_size, 1)

@@ -53,7 +53,7 @@ class CountedLabels:
 
     @property
     def charge(self) -> Charge:
-        """The charge: one answer about all units, as `dpllm count` charges it."""
+        """The charge: one answer about all units, as `dpllm methods count` charges it."""
         event = Query(noise_multiplier=float(self.noise_multiplier), replaced=REPLACED, discrete=True)
         return Charge(name=CHARGE, event=event, count=1)
 

@@ -1,8 +1,9 @@
 """A synthetic data set from a privately tuned model: its run, from the counts of labels to the card.
 
-Place in the flow: `dpllm synthesize RUN --output FOLDER`. The data set is a query run (`dpllm.methods.queries`) that
-builds on the training run: ε is that of both together. Texts cost nothing. Only counting the labels of the private
-records does. It is charged before it happens, and is the only time that private records are read.
+Place in the flow: `dpllm methods synthesize RUN --output FOLDER`. The data set is a query run
+(`dpllm.methods.queries`) that builds on the training run: ε is that of both together. Texts cost nothing. Only
+counting the labels of the private records does. It is charged before it happens, and is the only time that private
+records are read.
 """
 
 from __future__ import annotations

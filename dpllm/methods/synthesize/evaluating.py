@@ -1,4 +1,4 @@
-"""`dpllm evaluate`: synthetic text beside real text."""
+"""`dpllm methods evaluate`: synthetic text beside real text."""
 
 from __future__ import annotations
 
@@ -9,62 +9,60 @@ from typing import Annotated
 
 import typer
 
-from dpllm.cli.common import AsJson, one_line_errors, show_json, show_table
+from dpllm.cli.common import AsJson, command, show_json, show_table
 
 _PRIVATE = (
     "These figures are exact results on real text. ε does not cover them: keep them to yourself, and publish none of "
     "them unless the real text is public."
 )
 
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        epilog="Example: dpllm evaluate runs/synthetic --real held_out.jsonl --train private.jsonl "
-        "--model roneneldan/TinyStories-33M"
-    )(evaluate)
+COMPARED = "compared"
 
 
-@one_line_errors
+@command(
+    "dpllm methods evaluate runs/synthetic --real held_out.jsonl --train private.jsonl "
+    "--model roneneldan/TinyStories-33M"
+)
 def evaluate(
     synthetic: Annotated[
         Path, typer.Argument(help="The folder of a synthetic data set, or a file of texts.", show_default=False)
     ],
     real: Annotated[Path, typer.Option(help="Real texts that the model did not see, as a file.", show_default=False)],
-    train: Annotated[
-        Path | None, typer.Option(help="The records that the model was trained on, for the overlap with them.")
+    train: Annotated[Path | None, typer.Option(help="The records of the training, for the overlap with them.")] = None,
+    beside: Annotated[list[Path] | None, typer.Option(help="Another set of synthetic texts; may be repeated.")] = None,
+    model: Annotated[str | None, typer.Option(help="A public model whose embeddings are compared.")] = None,
+    text_column: Annotated[
+        str | None, typer.Option(help="Column of the real texts; text without it.", rich_help_panel=COMPARED)
     ] = None,
-    beside: Annotated[
-        list[Path] | None, typer.Option(help="Another set of synthetic texts for the table; may be repeated.")
+    label_column: Annotated[
+        str | None, typer.Option(help="Column of the real labels; label without it.", rich_help_panel=COMPARED)
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="A public model whose embeddings are compared: a folder or a Hub id.")
-    ] = None,
-    text_column: Annotated[str | None, typer.Option(help="Column of the real texts; text without it.")] = None,
-    label_column: Annotated[str | None, typer.Option(help="Column of the real labels; label without it.")] = None,
-    mauve: Annotated[bool, typer.Option("--mauve/--no-mauve", help="Compute MAUVE of the embeddings.")] = True,
-    classifier: Annotated[
-        bool, typer.Option("--classifier/--no-classifier", help="Train a classifier if the texts have labels.")
+    mauve: Annotated[
+        bool, typer.Option("--mauve/--no-mauve", help="Compute MAUVE of the embeddings.", rich_help_panel=COMPARED)
     ] = True,
-    ngram: Annotated[int, typer.Option(help="Words of a phrase that counts as shared.")] = 8,
-    most: Annotated[int, typer.Option(help="The most texts of each set that are compared.")] = 5000,
+    classifier: Annotated[
+        bool,
+        typer.Option("--classifier/--no-classifier", help="Train a classifier on labels.", rich_help_panel=COMPARED),
+    ] = True,
+    ngram: Annotated[int, typer.Option(help="Words of a phrase that counts as shared.", rich_help_panel=COMPARED)] = 8,
+    most: Annotated[
+        int, typer.Option(help="The most texts of each set that are compared.", rich_help_panel=COMPARED)
+    ] = 5000,
     real_is_public: Annotated[
         bool, typer.Option("--real-is-public", help="Declare that the texts of --real are public.")
     ] = False,
-    canaries: Annotated[
-        Path | None, typer.Option(help="canaries.json of `dpllm audit prepare`, if the run was trained on its data.")
-    ] = None,
+    canaries: Annotated[Path | None, typer.Option(help="canaries.json, if they were in the data of the run.")] = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="File of the results, .json; default: not_for_release/evaluation.json in the folder."),
+        typer.Option(help="Its .json file; without it in not_for_release/."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare synthetic texts with real ones: distances, a classifier, lengths, and overlap with training records.
+    """Synthetic texts beside real ones: distances, a classifier, overlap.
 
-    The real texts have rows of their own, as yardsticks. With --model, MAUVE and the Fréchet distance of embeddings are
-    computed; with labels, a classifier is trained on each set and tested on the real texts. Results on private text are
-    exact, and ε does not cover them: they go to not_for_release/, and the ledger of the data set lists that they exist.
+    --model gives MAUVE and the Fréchet distance, labels a classifier of each set that is tested on the real texts.
+    Results on private text are exact, and ε does not cover them: they go to not_for_release/, and the ledger of the
+    data set lists that they exist.
     """
     from dpllm.config.extras import require
     from dpllm.methods.synthesize.evaluation import (

@@ -1,6 +1,6 @@
 """Evaluation of synthetic text beside real text: distances, a classifier, lengths, overlap with training records.
 
-Place in the flow: after the generation; `dpllm evaluate` writes the result. Each figure that reads private text
+Place in the flow: after the generation; `dpllm methods evaluate` writes the result. Each figure that reads private text
 (held-out or training records) is an exact result on it, so ε does not cover it: such results go to
 ``not_for_release/``, and the data set's ledger lists that they were written.
 

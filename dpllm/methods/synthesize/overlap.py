@@ -6,8 +6,8 @@ records and text that the model never saw.
 
 The echo is for a run on data that `dpllm audit prepare` made: whether texts repeat more of the canaries that were
 trained on. About half of them were included by coin flips. Synthetic text from a private model repeats as much of the
-others. The figure is no bound on ε: `dpllm audit texts` has bounds from the texts, and `dpllm audit run` from the model
-itself.
+others. The figure is no bound on ε: `dpllm methods texts` has bounds from the texts, and `dpllm audit run` from the
+model itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The words for synthetic text from a privately tuned model (`dpllm synthesize`)."""
+"""The words for synthetic text from a privately tuned model (`dpllm methods synthesize`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SYNTHETIC_TEXT = ReleaseWords(
         ),
         (
             "figures of an evaluation on private text",
-            "they are exact; `dpllm evaluate` keeps them in not_for_release/, and the report lists that they exist",
+            "they are exact; `dpllm methods evaluate` keeps them in not_for_release/, and the report lists them",
         ),
     ),
     assumptions=(

@@ -12,7 +12,7 @@ RELEASED_FOLDER = "released"
 
 METHOD = Method(
     name="tune",
-    commands=("dpllm.methods.tune.command:register",),
+    commands=("dpllm.methods.tune.command:tune",),
     folder=MethodFolder(
         record=RECORD_FILE, what="a tuning", released=RELEASED_FOLDER, verify="dpllm.methods.tune.check:verify_tuning"
     ),

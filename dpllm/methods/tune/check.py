@@ -55,7 +55,7 @@ def _complete(record: Record) -> Check:
     what = "every run that was drawn has ended"
     left = [run.folder for number, run in enumerate(record.runs) if number not in record.scores]
     if left:
-        return Check(what, False, f"{len(left)} have not: release nothing before `dpllm tune` has taken them")
+        return Check(what, False, f"{len(left)} have not: release nothing before `dpllm methods tune` has taken them")
     return Check(what, True, f"{len(record.scores)} runs, failed ones included")
 
 

@@ -1,4 +1,4 @@
-"""`dpllm tune`: try settings privately, and release only the best run."""
+"""`dpllm methods tune`: try settings privately, and release only the best run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dpllm.cli.common import AsJson, Overrides, RecipePath, one_line_errors, show
+from dpllm.cli.common import AsJson, Overrides, RecipePath, command, show
 
 if TYPE_CHECKING:
     from dpllm.methods.tune.tune import Tuning
@@ -25,12 +25,7 @@ _PRIVATE = (
 )
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(epilog="Example: dpllm tune gpt2_e2e_lora --search search.yaml data.eval.public=true")(tune)
-
-
-@one_line_errors
+@command("dpllm methods tune gpt2_e2e_lora --search search.yaml data.eval.public=true")
 def tune(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -48,11 +43,11 @@ def tune(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Take a secret, random number of runs with settings drawn from a list, and release only the best one.
+    """Try settings privately, and release only the best run.
 
-    The ε of the release is higher than that of one run, and far lower than that of all runs added up. The recipe's
-    target ε is that of the release. The runs are compared on held-out rows, which must be public. The same command
-    continues a tuning that was interrupted.
+    The number of runs is secret and random. The ε of the release is higher than that of one run, and far lower than
+    that of all runs added up. The recipe's target ε is that of the release. The runs are compared on held-out rows,
+    which must be public. The same command continues a tuning that was interrupted.
     """
     environment = dict(os.environ)  # of the runs; the libraries that check the recipe write into this process's own
     from dpllm.methods.tune.search import load_search

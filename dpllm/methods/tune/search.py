@@ -1,6 +1,6 @@
 """The search file of a private tuning: the distribution of the number of runs, and the candidates.
 
-Place in the flow: first, in `dpllm tune`. The candidates are public and fixed before the runs:
+Place in the flow: first, in `dpllm methods tune`. The candidates are public and fixed before the runs:
 
     runs: {kind: logarithmic, mean: 10}
     candidates:

@@ -1,6 +1,6 @@
 """A private tuning: draw the runs, take all of them, and release the best.
 
-Place in the flow: above everything that one run needs; `dpllm tune` calls it. The order is that of the theorem
+Place in the flow: above everything that one run needs; `dpllm methods tune` calls it. The order is that of the theorem
 (`dpllm.mechanism.selection`): the budget is charged, then the number of runs K and the candidate of each are drawn by
 the operating system's generator and written to the disk, then all K runs are taken. A restart takes the same draws
 again and continues. A run that fails counts, with the worst score, and is not repeated. Nothing stops the runs because
@@ -213,7 +213,7 @@ def score_in(folder: Path, selected: Mapping[str, Any]) -> float | None:
 
 def _check(recipe: Recipe) -> None:
     """Refuse a recipe whose runs cannot be compared or kept together privately."""
-    refuse_trainer(recipe, "dpllm tune")
+    refuse_trainer(recipe, "dpllm methods tune")
     if TASKS[recipe.model.task].score is None:
         scored = ", ".join(name for name, task in TASKS.items() if task.score is not None)
         raise ConfigError(
@@ -221,7 +221,9 @@ def _check(recipe: Recipe) -> None:
             f"another task ({scored})"
         )
     if recipe.privacy.selection is not None:
-        raise ConfigError("privacy.selection is set by `dpllm tune` from the search file: leave it out of the recipe")
+        raise ConfigError(
+            "privacy.selection is set by `dpllm methods tune` from the search file: leave it out of the recipe"
+        )
     if not recipe.data.eval.public:
         raise ConfigError(
             "a tuning chooses by a score on held-out rows, and the ε of the release does not cover a score on private "

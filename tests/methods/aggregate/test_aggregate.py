@@ -194,7 +194,7 @@ def test_open_questions_share_the_delta_of_their_thresholds(recipe):
         (['aggregate.context="{name}"'], "aggregate.context names the column 'name'"),
         (["data.max_length=40"], "the model sees 64"),
         (["model.adapter={r: 4}"], "leave model.task"),
-        (["model=null"], "dpllm aggregate needs a pretrained public model"),
+        (["model=null"], "dpllm methods aggregate needs a pretrained public model"),
         (["data.eval=0.1"], "holds records out"),
     ],
 )
@@ -257,16 +257,18 @@ def test_another_plan_is_refused(recipe):
 
 
 def test_the_commands_plan_and_ask(recipe, tmp_path, echoed):
-    """`dpllm plan` costs nothing; `dpllm aggregate --json` prints one object; mistakes are one line."""
+    """`dpllm plan` costs nothing; `dpllm methods aggregate --json` prints one object; mistakes are one line."""
     recipe()
     file = str(tmp_path / "recipe.yaml")
     planned = CliRunner().invoke(app, ["plan", file, "--json"])
     assert planned.exit_code == 0 and len(json.loads(planned.stdout)["charges"]) == 3
     assert not (tmp_path / "run").exists()
-    result = CliRunner().invoke(app, ["aggregate", file, "--json"])
+    result = CliRunner().invoke(app, ["methods", "aggregate", file, "--json"])
     assert result.exit_code == 0, result.output
     assert set(json.loads(result.stdout)) == {"folder", "epsilon", "delta", "stars", "animal", "thing"}
-    refused = CliRunner().invoke(app, ["aggregate", file, "aggregate.groups=30", "--output-dir", str(tmp_path / "o")])
+    refused = CliRunner().invoke(
+        app, ["methods", "aggregate", file, "aggregate.groups=30", "--output-dir", str(tmp_path / "o")]
+    )
     assert refused.exit_code == 2 and refused.stderr.count("\n") == 1 and not (tmp_path / "o").exists()
 
 

@@ -137,14 +137,14 @@ def recipe(tmp_path):
 @tiers.deep
 def test_the_command_audits_a_finished_run_and_its_report_has_the_verdict(recipe, tmp_path):
     """The folder still matches its ledger, and the table says what was tested."""
-    assert CliRunner().invoke(app, ["count", str(recipe)]).exit_code == 0
-    done = CliRunner().invoke(app, ["audit", "answers", str(tmp_path / "run"), "--trials", "60", "--json"])
+    assert CliRunner().invoke(app, ["methods", "count", str(recipe)]).exit_code == 0
+    done = CliRunner().invoke(app, ["methods", "answers", str(tmp_path / "run"), "--trials", "60", "--json"])
     found = json.loads(done.stdout)
     assert done.exit_code == 0 and found["verdict"] == "consistent, not proof" and found["num_canaries"] == 60
     assert found["details"] == {"method": "label counts", "charged in a trial": "1 x label counts"}
     assert verify(tmp_path / "run").ok and (tmp_path / "run" / "audit.png").stat().st_size > 10_000
     assert "consistent, not proof: 60 canaries" in (tmp_path / "run" / "privacy_report.md").read_text()
-    done = CliRunner().invoke(app, ["audit", "answers", str(tmp_path / "run"), "privacy.delta=0.1"])
+    done = CliRunner().invoke(app, ["methods", "answers", str(tmp_path / "run"), "privacy.delta=0.1"])
     assert done.exit_code == 2 and "the plan of a finished run is fixed" in done.output
 
 
@@ -152,7 +152,7 @@ def test_the_command_audits_a_finished_run_and_its_report_has_the_verdict(recipe
 def test_the_command_audits_a_recipe_and_fails_with_exit_code_1(recipe, tmp_path, monkeypatch):
     """The results go where they are asked to go; nothing is charged."""
     monkeypatch.setattr(counting.QueryRun, "randomness", property(lambda self: Exact()))
-    arguments = ["audit", "answers", str(recipe), "--trials", "80", "--output", str(tmp_path / "audit")]
+    arguments = ["methods", "answers", str(recipe), "--trials", "80", "--output", str(tmp_path / "audit")]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 1 and "FAIL" in done.stdout
     assert json.loads((tmp_path / "audit" / "audit.json").read_text())["verdict"] == "FAIL"
@@ -162,7 +162,7 @@ def test_the_command_audits_a_recipe_and_fails_with_exit_code_1(recipe, tmp_path
 def test_the_folder_of_a_training_run_is_sent_to_other_audits(tmp_path):
     """Its steps are no answers."""
     train(tmp_path / "run")
-    done = CliRunner().invoke(app, ["audit", "answers", str(tmp_path / "run")])
+    done = CliRunner().invoke(app, ["methods", "answers", str(tmp_path / "run")])
     assert done.exit_code == 2 and "holds a training run" in done.output and "audit gradient" in done.output
 
 

@@ -51,7 +51,7 @@ def released(folder: Path, run: Path, texts: list[str]) -> Path:
 
 
 def command(folder, run, prepared):
-    arguments = ["audit", "texts", folder, "--run", run, "--canaries", prepared / CANARIES_FILE, "--json"]
+    arguments = ["methods", "texts", folder, "--run", run, "--canaries", prepared / CANARIES_FILE, "--json"]
     return CliRunner().invoke(app, list(map(str, arguments)))
 
 

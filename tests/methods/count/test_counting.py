@@ -173,7 +173,7 @@ def test_labels_may_be_numbers_of_classes() -> None:
 def test_a_wrong_recipe_is_one_line(tmp_path: Path, change: list[str], text: str) -> None:
     """Exit code 2, the key and the value; nothing is written."""
     path = recipe_in(tmp_path, [("a", "calm"), ("b", "sad"), ("c", "sad"), ("d", "sad")])
-    result = CliRunner().invoke(app, ["count", str(path), *change])
+    result = CliRunner().invoke(app, ["methods", "count", str(path), *change])
     assert result.exit_code == 2 and text in result.output, result.output
     assert not (tmp_path / "run").exists()
 
@@ -189,7 +189,7 @@ def test_recipes_of_two_kinds_are_told_apart(tmp_path: Path) -> None:
     again = tmp_path / "again.yaml"
     again.write_text(load_query_recipe(path).to_yaml())
     assert load_query_recipe(again) == load_query_recipe(path)
-    result = CliRunner().invoke(app, ["plan", str(path), "--memory"])
+    result = CliRunner().invoke(app, ["plan", "memory", str(path)])
     assert result.exit_code == 2 and "has no steps" in result.output
 
 
@@ -201,12 +201,12 @@ def test_the_commands_from_recipe_to_verified_release(tmp_path: Path) -> None:
     planned = CliRunner().invoke(app, ["plan", str(path), *more, "--json"])
     assert planned.exit_code == 0, planned.output
     assert not (tmp_path / "run").exists() and read_budget(budget).spent == 0.0
-    result = CliRunner().invoke(app, ["count", str(path), *more, "--output-dir", str(tmp_path / "out")])
+    result = CliRunner().invoke(app, ["methods", "count", str(path), *more, "--output-dir", str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
     body = json.loads((tmp_path / "out" / "counts.json").read_text())
     assert set(body["counts"]) == set(CLASSES) and all(100 < count < 300 for count in body["counts"].values())
     assert 0.99 < read_budget(budget).spent <= 1.0 and verify(tmp_path / "out").ok
-    again = CliRunner().invoke(app, ["count", str(path), *more, "--output-dir", str(tmp_path / "out")])
+    again = CliRunner().invoke(app, ["methods", "count", str(path), *more, "--output-dir", str(tmp_path / "out")])
     assert again.exit_code == 2 and "holds an earlier run" in again.output
 
 
@@ -220,7 +220,7 @@ def test_a_signal_ends_a_run_with_its_report(tmp_path: Path, monkeypatch: pytest
         os.kill(os.getpid(), number)
 
     monkeypatch.setattr(counting, "charge_and_count", charged)
-    result = CliRunner().invoke(app, ["count", str(recipe)])
+    result = CliRunner().invoke(app, ["methods", "count", str(recipe)])
     folder = Path(load_query_recipe(recipe).output_dir)
     assert result.exit_code == 128 + number and f"dpllm report {folder}" in result.stderr.splitlines()[-1]
     contents = read_ledger(folder / LEDGER_FILE)

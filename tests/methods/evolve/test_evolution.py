@@ -19,7 +19,7 @@ from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.plan import PLAN_FILE
 from dpllm.privacy.query_plan import load_plan
 from dpllm.report.verify import verify
-from tests.cli.test_generating import invoke
+from tests.cli.test_generate import invoke
 from tests.mutations import kills
 from tests.report.test_standing import folder_of
 from tests.small_model import save_small_model
@@ -47,7 +47,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_recipe_becomes_a_folder_that_verifies(recipe):
     """T votes are charged, ε is the target, and the plan printed the same before."""
     planned = json.loads(invoke(["plan", str(recipe), "--json"]).stdout)
-    result = invoke(["evolve", str(recipe)])
+    result = invoke(["methods", "evolve", str(recipe)])
     assert result.exit_code == 0, result.output
     assert "the run costs ε = " in result.output and "step 3 of 3: 4 of 12 candidates" in result.output
     plan = load_plan(Path("made") / PLAN_FILE)
@@ -63,7 +63,7 @@ def test_users_and_classes(recipe):
     """A user has one vote, whatever the number of records; classes share the texts evenly."""
     users = ["data.columns.unit=who", "privacy.max_rows_per_unit=3"]
     classes = ["evolve.classes=[k0, k1]", "evolve.label_column=kind", "evolve.prompts=['the {label}']"]
-    result = invoke(["evolve", str(recipe), *users, *classes, "evolve.file_format=parquet"])
+    result = invoke(["methods", "evolve", str(recipe), *users, *classes, "evolve.file_format=parquet"])
     assert result.exit_code == 0, result.output
     plan = load_plan(Path("made") / PLAN_FILE)
     assert plan.num_units == 20 and plan.charges[0].count == 3 and dict(plan.settings)["votes of a unit in a step"] == 1
@@ -91,7 +91,7 @@ def test_users_and_classes(recipe):
     ],
 )
 def test_mistakes_are_found_before_a_charge(recipe, overrides, words):
-    result = invoke(["evolve", str(recipe), *overrides])
+    result = invoke(["methods", "evolve", str(recipe), *overrides])
     assert result.exit_code == 2 and words in result.stderr.splitlines()[-1], result.output
     assert not (Path("made") / LEDGER_FILE).exists()
 
@@ -111,9 +111,9 @@ def test_a_model_of_a_private_run_is_refused(recipe, tmp_path):
         save_small_model(tmp_path / place, hidden_size=16)
     for name in ("model.name", "evolve.embedding"):
         for place in places:
-            result = invoke(["evolve", str(recipe), f"{name}={place}"])
+            result = invoke(["methods", "evolve", str(recipe), f"{name}={place}"])
             assert result.exit_code == 2 and "a private run (" in result.stderr.splitlines()[-1], result.output
-    result = invoke(["evolve", str(recipe), "model.name=run/merged", "model.start_is_independent=true"])
+    result = invoke(["methods", "evolve", str(recipe), "model.name=run/merged", "model.start_is_independent=true"])
     assert result.exit_code == 0, result.output
     assert DECLARED in read_ledger(tmp_path / "made" / LEDGER_FILE).notes.open_points
 
@@ -129,7 +129,7 @@ def test_records_are_embedded_one_by_one(recipe, monkeypatch):
         return embed(self, texts, batch_size)
 
     monkeypatch.setattr(Embedder, "embed", seen)
-    assert invoke(["evolve", str(recipe)]).exit_code == 0
+    assert invoke(["methods", "evolve", str(recipe)]).exit_code == 0
     assert sizes == [1]
 
 

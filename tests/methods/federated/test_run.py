@@ -1,4 +1,4 @@
-"""`dpllm federate` from a recipe to the report: with a trusted server and with secure aggregation; its refusals."""
+"""`dpllm methods federated` from a recipe to the report, with a trusted server and secure aggregation."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_recipe_without_the_guarantee_or_with_unused_options_is_refused(recipe
 
 def test_one_trainer_does_not_run_a_federated_recipe(recipe_file, tmp_path):
     """It would read the records of all clients; nor does it take the noise of clients."""
-    with pytest.raises(ConfigError, match="dpllm federate"):
+    with pytest.raises(ConfigError, match="dpllm methods federated"):
         finetune.run(load_recipe(recipe_file, [f"train.output_dir={tmp_path / 'run'}"]))
 
 

@@ -1,4 +1,4 @@
-"""`dpllm teach` and `dpllm plan` of its recipe, as a user runs them."""
+"""`dpllm methods pate` and `dpllm plan` of its recipe, as a user runs them."""
 
 from typer.testing import CliRunner
 
@@ -12,7 +12,7 @@ def test_the_commands_plan_and_teach(tmp_path):
     recipe = write_recipe(tmp_path)
     planned = as_json(["plan", str(recipe), "teach.max_prompts=3"])
     assert planned["charges"][0]["count"] == 3 and not (tmp_path / "run").exists()
-    printed = run(["teach", str(recipe), "teach.max_prompts=3", "--output-dir", str(tmp_path / "other")])
+    printed = run(["methods", "pate", str(recipe), "teach.max_prompts=3", "--output-dir", str(tmp_path / "other")])
     assert f"{TEACHERS} of {TEACHERS} teachers have voted" in printed and "labels: 3" in printed
     assert f"dpllm verify {tmp_path / 'other'}" in printed
     assert len((tmp_path / "other" / "labels.jsonl").read_text().splitlines()) == 3
@@ -21,6 +21,8 @@ def test_the_commands_plan_and_teach(tmp_path):
 def test_mistakes_are_one_line(tmp_path):
     """Also those that only the public texts show."""
     recipe = write_recipe(tmp_path)
-    refused = CliRunner().invoke(app, ["teach", str(recipe), f"teach.public_prompts={tmp_path / 'private.jsonl'}"])
+    refused = CliRunner().invoke(
+        app, ["methods", "pate", str(recipe), f"teach.public_prompts={tmp_path / 'private.jsonl'}"]
+    )
     assert refused.exit_code == 2 and refused.stderr.count("\n") == 1
     assert "error: teach.public_prompts=" in refused.stderr and not (tmp_path / "run").exists()

@@ -192,13 +192,23 @@ def test_the_shipped_recipe_is_planned():
 
 
 def test_the_command_of_the_shipped_recipe(tmp_path, model, monkeypatch):
-    """`dpllm predict` with a small model and local records: the texts are where it says, and --json is one object."""
+    """`dpllm methods predict` with a small model and local records: its texts are in place; --json is one object."""
     monkeypatch.chdir(tmp_path)
     rows = "".join(json.dumps({"human_reference": " ".join(WORDS[n % 7 :])}) + "\n" for n in range(12))
     (tmp_path / "e2e.jsonl").write_text(rows)
     small = ["data.path=e2e.jsonl", "data.max_length=20", "predict.texts=2", "predict.group_size=6"]
     more = [f"model.name={model}", "predict.max_new_tokens=2", "predict.public_context=the", "predict.prompts=[the]"]
-    command = ["predict", "predict_e2e", *small, *more, "privacy.delta=1e-3", "--output-dir", "out", "--json"]
+    command = [
+        "methods",
+        "predict",
+        "predict_e2e",
+        *small,
+        *more,
+        "privacy.delta=1e-3",
+        "--output-dir",
+        "out",
+        "--json",
+    ]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)

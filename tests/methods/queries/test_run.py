@@ -140,7 +140,7 @@ def test_a_run_that_asked_nothing_makes_way(tmp_path: Path) -> None:
     "            pass\n        plan.save",
 )
 def test_what_a_run_without_answers_wrote_out_is_listed_by_the_run_in_its_place(tmp_path: Path) -> None:
-    """Exact results were shown before a charge, or `dpllm evaluate` measured in the folder: ε covers neither."""
+    """Exact results were shown before a charge, or `dpllm methods evaluate` measured there: ε covers neither."""
     with pytest.raises(RuntimeError), QueryRun.begin(tmp_path / "run", query_plan(), dataset="chats") as bad:
         bad.disclose("exact figures", 3)
         raise RuntimeError

@@ -22,11 +22,11 @@ RECIPES = [path for path in sorted(FOLDER.rglob("*.yaml")) if method_in(path) is
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_it_says_what_it_is_and_how_it_is_run(path: Path) -> None:
     """The header names the source, the cost, the result and the command; `dpllm recipes` lists it."""
-    text, method = path.read_text(encoding="utf-8"), method_in(path)
+    text, words = path.read_text(encoding="utf-8"), method(str(method_in(path))).invocation
     header = "\n".join(line for line in text.splitlines() if line.startswith("#"))
-    assert f"dpllm {method} recipes/{path.name}" in header
+    assert f"{words} recipes/{path.name}" in header
     assert all(word in header for word in ("Source:", "Cost: ", "Result: "))
-    assert f"dpllm {method}" in described(text)["mode"] and "ε = " in described(text)["mode"]
+    assert words in described(text)["mode"] and "ε = " in described(text)["mode"]
 
 
 def test_every_method_has_a_command() -> None:

@@ -1,4 +1,4 @@
-"""Tests of `dpllm synthesize` and `dpllm evaluate`: the whole way on the command line, and mistakes."""
+"""Tests of `dpllm methods synthesize` and `dpllm methods evaluate`: the whole way on the command line, and mistakes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dpllm.methods.synthesize.evaluation import DISCLOSED, EVALUATION_FILE
 from dpllm.models import generation
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.report.verify import verify
-from tests.cli.test_generating import invoke, refused
+from tests.cli.test_generate import invoke, refused
 from tests.methods.synthesize.test_data_set import records_of
 from tests.report.test_standing import folder_of
 from tests.small_model import save_small_model
@@ -48,19 +48,21 @@ def test_a_data_set_with_counted_labels(run):
     real = run.parent / "real.jsonl"
     real.write_text('{"ref": "the small dog", "label": "pub"}\n{"ref": "a man", "label": "cafe"}\n')
     plain = ["--no-mauve", "--no-classifier", "--text-column", "ref"]
-    result = invoke(["evaluate", str(folder), "--real", str(real), "--train", str(real), *plain])
+    result = invoke(["methods", "evaluate", str(folder), "--real", str(real), "--train", str(real), *plain])
     assert result.exit_code == 0, result.output
     assert "ε does not cover them" in result.stderr and "longest common run: largest" in result.stdout
     assert (folder / EVALUATION_FILE).is_file() and verify(folder).ok
     assert read_ledger(folder / LEDGER_FILE).disclosures == {DISCLOSED: 1}
     for name in ("figures.json", "figures/own.json"):
-        result = invoke(["evaluate", str(folder), "--real", str(real), *plain, "--output", str(folder / name)])
+        result = invoke(
+            ["methods", "evaluate", str(folder), "--real", str(real), *plain, "--output", str(folder / name)]
+        )
         assert result.exit_code == 2 and "is for release, and results on private text are not" in result.stderr
         assert not (folder / name).exists() and read_ledger(folder / LEDGER_FILE).disclosures == {DISCLOSED: 1}
-    result = invoke(["evaluate", str(folder), "--real", str(real), "--real-is-public", *plain, "--json"])
+    result = invoke(["methods", "evaluate", str(folder), "--real", str(real), "--real-is-public", *plain, "--json"])
     assert json.loads(result.stdout)["reads_training"] is False
     assert read_ledger(folder / LEDGER_FILE).disclosures == {DISCLOSED: 1}
-    result = invoke(["evaluate", str(folder / "texts.jsonl"), "--real", str(real), *plain])
+    result = invoke(["methods", "evaluate", str(folder / "texts.jsonl"), "--real", str(real), *plain])
     assert result.exit_code == 0, result.output
     assert read_ledger(folder / LEDGER_FILE).disclosures == {DISCLOSED: 2}  # the file of the folder is named, too
 
@@ -116,7 +118,7 @@ def test_the_canaries_of_a_run_are_compared(tmp_path):
     CanarySet(canaries=canaries, created_at="", **facts).save(tmp_path / "canaries.json")
     (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[::2]))
     at, more = str(tmp_path / "t.jsonl"), ["--no-mauve", "--no-classifier", "--real-is-public"]
-    result = invoke(["evaluate", at, "--real", at, *more, "--canaries", str(tmp_path / "canaries.json")])
+    result = invoke(["methods", "evaluate", at, "--real", at, *more, "--canaries", str(tmp_path / "canaries.json")])
     assert result.exit_code == 0 and "AUROC 1.000" in result.stdout, result.output
     assert "ε does not cover them" in result.stderr
     assert "cannot be read" in refused(["evaluate", at, "--real", at, *more, "--canaries", str(tmp_path / "none.json")])

@@ -7,17 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dpllm.cli.common import AsJson, Overrides, one_line_errors, show
+from dpllm.cli.common import AsJson, Overrides, command, show
 from dpllm.config.launched import process_number
 from dpllm.privacy.rounding import format_delta, up
 
 if TYPE_CHECKING:
     from dpllm.audit.prepare import Prepared
 
-app = typer.Typer(
-    no_args_is_help=True,
-    help="Attack the claim of a run: canaries by coin flips, lower bounds on ε, and the highest bound possible.",
-)
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of the run.", show_default=False)]
 CanariesFile = Annotated[Path, typer.Option(help="canaries.json of the audit.", show_default=False)]
 Model = Annotated[
@@ -32,12 +28,7 @@ Reference = Annotated[
 Plain = Annotated[bool, typer.Option("--plain", help="The model was trained without privacy, and claims nothing.")]
 
 
-@app.command(
-    epilog="Example: dpllm audit prepare --config quickstart --output audits/quickstart"
-    "\n\nExample: dpllm audit prepare --config gpt2_e2e_lora --output audits/e2e --kind sampled "
-    "privacy.epsilon=3"
-)
-@one_line_errors
+@command("dpllm audit prepare --config quickstart --output audits/quickstart")
 def prepare(
     config: Annotated[Path, typer.Option(help="The recipe to audit.", show_default=False)],
     output: Annotated[Path, typer.Option(help="A new folder for data, recipe and canaries.", show_default=False)],
@@ -45,36 +36,28 @@ def prepare(
     canaries: Annotated[int, typer.Option(help="m: number of canaries, each with its own coin.")] = 1000,
     kind: Annotated[
         str,
-        typer.Option(
-            help="random-tokens; rare-suffix (public text, then rare tokens); sampled (written by the model at a high "
-            "temperature)."
-        ),
+        typer.Option(help="random-tokens; rare-suffix: public text, then rare tokens; sampled: written by the model."),
     ] = "random-tokens",
-    length: Annotated[int | None, typer.Option(help="Tokens of a canary's own text; at most 32 without it.")] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens of a canary; at most 32 without it.")] = None,
     records_per_user: Annotated[
-        int | None, typer.Option(help="User level: different records of one canary user; at most 8 without it.")
+        int | None, typer.Option(help="User level: records of a canary user; at most 8.")
     ] = None,
-    repetitions: Annotated[int, typer.Option(help="User level: how often each of them is in the data.")] = 1,
+    repetitions: Annotated[int, typer.Option(help="User level: copies of each of them.")] = 1,
     prefixes: Annotated[
         Path | None,
-        typer.Option(
-            help="For rare-suffix: a file with one public text per line; the recipe's public text without it."
-        ),
+        typer.Option(help="For rare-suffix: public texts, a line each; the recipe's."),
     ] = None,
-    sampler: Annotated[
-        str | None, typer.Option(help="For sampled: folder or Hub id of a model; the recipe's model.name without it.")
-    ] = None,
+    sampler: Annotated[str | None, typer.Option(help="For sampled: a model; the recipe's without it.")] = None,
     temperature: Annotated[float, typer.Option(help="For sampled: 0.8 or more.")] = 1.0,
     candidates: Annotated[
         int | None,
-        typer.Option(help="Further texts of the kind, without coins, for exposure; default: the number of canaries."),
+        typer.Option(help="Texts without coins, for exposure; as many as canaries."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Put canaries into the data of a recipe, each by a secret fair coin, and write the recipe that trains on them.
 
-    Then train with that recipe, and audit with `dpllm audit run`. canaries.json is a secret until then: it lists the
-    included canaries, and only its owner can read it. The folder holds a copy of the private records.
+    Train with it, then audit with `dpllm audit run`. Until then canaries.json is a secret.
     """
     from dpllm.audit.prepare import CanaryOptions, read_prefixes
     from dpllm.audit.prepare import prepare as prepare_audit
@@ -140,11 +123,7 @@ def _records_per_canary(prepared: Prepared) -> int:
     return len(prepared.made.canaries[0].records) * prepared.made.repetitions
 
 
-@app.command(
-    epilog="Example: dpllm audit run audits/quickstart/run --canaries audits/quickstart/canaries.json"
-    "\n\nExample: dpllm audit run runs/plain --canaries audits/quickstart/canaries.json --plain"
-)
-@one_line_errors
+@command("dpllm audit run audits/quickstart/run --canaries audits/quickstart/canaries.json")
 def run(
     run_folder: RunFolder,
     canaries: CanariesFile,
@@ -156,8 +135,8 @@ def run(
 ) -> None:
     """Score every canary under the trained model, and print the lower bounds on ε.
 
-    The command writes audit.json and audit.png into the folder of the run. The verdict is FAIL, with exit code 1, if a
-    lower bound exceeds the ε of the ledger. If not, the claim is consistent with the scores, which is not a proof.
+    The verdict, also in audit.json and audit.png of the run, is FAIL, with exit code 1, if a lower bound exceeds the
+    ledger's ε. If not, the claim is consistent with the scores, which is not a proof.
     """
     from rich.console import Console
 
@@ -170,34 +149,26 @@ def run(
         raise typer.Exit(1)
 
 
-@app.command(
-    epilog="Example: dpllm audit gradient --config quickstart privacy.noise=independent\n\n"
-    "Example, with several processes: accelerate launch --config_file ddp.yaml -m dpllm.cli audit gradient "
-    "--config quickstart privacy.noise=independent"
-)
-@one_line_errors
+@command("dpllm audit gradient --config quickstart privacy.noise=independent")
 def gradient(
     config: Annotated[Path, typer.Option(help="The recipe; its data are not read.", show_default=False)],
     overrides: Overrides = None,
-    blocks: Annotated[int, typer.Option(help="R: independent repetitions, each with its own coins.")] = 1000,
-    canaries: Annotated[
-        int, typer.Option(help="Canaries, each included by a fair coin in each block; one per block shows most.")
-    ] = 1,
+    blocks: Annotated[int, typer.Option(help="R: repetitions, each with its own coins.")] = 1000,
+    canaries: Annotated[int, typer.Option(help="Per block, each with a fair coin; 1 shows most.")] = 1,
     base: Annotated[int, typer.Option(help="Units that are always present.")] = 2,
-    steps: Annotated[int, typer.Option(help="T: steps of a block; the claim is the ε of these steps.")] = 1,
-    sampling_rate: Annotated[float, typer.Option(help="q; q times the units must be a whole number.")] = 1.0,
+    steps: Annotated[int, typer.Option(help="T of a block; the claim is the ε of these steps.")] = 1,
+    sampling_rate: Annotated[float, typer.Option(help="q; q times the units must be whole.")] = 1.0,
     noise_multiplier: Annotated[float, typer.Option(help="σ of the audited steps.")] = 1.0,
     delta: Annotated[float, typer.Option(help="δ of the claim.")] = 1e-5,
     tokens: Annotated[int, typer.Option(help="Tokens of a canary's row.")] = 16,
-    confidence: Annotated[float, typer.Option(help="A sound stack passes with at least this probability.")] = 0.95,
+    confidence: Annotated[float, typer.Option(help="At which a sound stack passes.")] = 0.95,
     output: Annotated[Path | None, typer.Option(help="Folder for audit.json.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Take private steps with canaries of known gradients, and compute a lower bound on ε from their releases.
 
-    The rows are random tokens, and the model hardly changes. If the recipe releases an average of the weights
-    (train.average), each block is a run of its own, which takes longer, and its average is read too. Exit code 1: the
-    lower bound is above ε, so a part of this installation breaks the guarantee.
+    With train.average each block is a run of its own, which takes longer. Exit code 1: the bound is above ε, so a part
+    of this installation breaks the guarantee.
     """
     from rich.console import Console
     from rich.progress import Progress

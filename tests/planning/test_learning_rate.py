@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dpllm.cli.rates import rate_words, stale_rate
 from dpllm.config import load_recipe
+from dpllm.planning.learning_rate import rate_words, stale_rate
 from dpllm.planning.suggest import starting_rate
 from dpllm.planning.weight_size import size_of_model
 from tests.cli.test_cli import as_json, run

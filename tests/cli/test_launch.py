@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dpllm.cli.launching import Machine, attend, choose, is_first
+from dpllm.cli.launch import Machine, attend, choose, is_first
 from dpllm.config import ConfigError, load_recipe
 from dpllm.config.shipped import shipped_configs
 

@@ -1,4 +1,4 @@
-"""`dpllm merge`, `dpllm push`: the model of a finished run, merged and published with its guarantee."""
+"""`dpllm push`: the model of a finished run, published with its guarantee."""
 
 from __future__ import annotations
 
@@ -11,48 +11,12 @@ from typing import Annotated
 
 import typer
 
-from dpllm.cli.common import AsJson, one_line_errors, show_json
+from dpllm.cli.common import AsJson, command, show_json
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.", show_default=False)]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.command(epilog="Example: dpllm merge runs/mine")(merge)
-    app.command(
-        epilog="Example: dpllm push runs/mine my-name/my-model --private --dry-run\n\n"
-        "Example: dpllm push runs/mine/merged my-name/my-model"
-    )(push)
-
-
-@one_line_errors
-def merge(
-    run: Run,
-    output: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="OUTPUT", help="The new folder; by default merged, inside that of the run.", show_default=False
-        ),
-    ] = None,
-    num_labels: Annotated[
-        int | None, typer.Option(help="Number of classes, for a classifier whose recipe leaves it to the data.")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Write the model of a run with its LoRA adapter merged: an ordinary model, with its own report and card.
-
-    The guarantee is that of the adapter; no ε is spent. The run keeps its adapter, and its ledger names the new files.
-    """
-    from dpllm.training.merge_run import merge_run
-
-    folder = merge_run(run, output, num_labels)
-    if as_json:
-        show_json({"run": str(run), "merged": str(folder)})
-    else:
-        typer.echo(f"{folder}: the model of {run} with its adapter merged (check it with: dpllm verify {folder})")
-
-
-@one_line_errors
+@command("dpllm push runs/mine my-name/my-model --private --dry-run")
 def push(
     run: Run,
     repo_id: Annotated[

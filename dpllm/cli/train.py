@@ -7,23 +7,13 @@ from typing import Annotated
 import typer
 
 import dpllm
-from dpllm.cli.common import Overrides, RecipeName, one_line_errors
-from dpllm.cli.rates import stale_rate
+from dpllm.cli.common import Overrides, RecipeName, command
 from dpllm.config import load_recipe
 from dpllm.config.shipped import recipe_file
+from dpllm.planning.learning_rate import stale_rate
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        epilog="Example: dpllm train quickstart\n\n"
-        "Example: dpllm train mine.yaml privacy.epsilon=3 train.output_dir=runs/eps3\n\n"
-        "Example: dpllm train llama3_8b_chat_lora --config fsdp2 --processes 4\n\n"
-        "Example: dpllm train mine.yaml train.resume_from_checkpoint=auto"
-    )(train)
-
-
-@one_line_errors
+@command("dpllm train quickstart privacy.epsilon=3 train.output_dir=runs/eps3")
 def train(
     recipe: RecipeName,
     overrides: Overrides = None,
@@ -45,7 +35,7 @@ def train(
     signal's number. train.resume_from_checkpoint=true continues a stopped run; "auto" starts if there is nothing to
     continue, and does nothing if the run is completed.
     """
-    from dpllm.cli.launching import attend, choose, is_first
+    from dpllm.cli.launch import attend, choose, is_first
 
     say = typer.echo if is_first() else lambda line: None
     say(f"dpllm {dpllm.__version__}: training {recipe_file(recipe)}")  # first: the rest takes seconds

@@ -1,19 +1,18 @@
-"""`dpllm plan --suggest`: the settings to start from, and their rehearsal on public text."""
+"""`dpllm plan suggest`: the settings to start from, and their rehearsal on public text."""
 
 from __future__ import annotations
 
 import contextlib
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from dpllm.cli.common import show_json, show_table
+from dpllm.cli.common import AsJson, Overrides, RecipePath, command, show_json, show_table, wrapped
+from dpllm.cli.plan import training_recipe
 from dpllm.config import Recipe
 from dpllm.config.values import between, integer
 
@@ -29,37 +28,42 @@ NOT_CHECKED = (
     "private records were not read. Leave out --num-units to compare the records"
 )
 
-Suggest = Annotated[
-    bool,
-    typer.Option(
-        "--suggest",
-        help="Give learning rate, clip norm, schedule, averaging and bands to start from, with reasons, and as "
-        "overrides. It spends no ε.",
-    ),
-]
-Rehearse = Annotated[
-    bool,
-    typer.Option(
-        "--rehearse",
-        help="With --suggest: compare three or four learning rates by short trainings with the plan's noise on public "
-        "text, that of public_pretrain or --public. About the compute of the run.",
-    ),
-]
-Public = Annotated[
-    str | None,
-    typer.Option(
-        help="With --suggest: public text for a rehearsal, in the format of the private records, or .txt. It must not "
-        "contain private records."
-    ),
-]
-Around = Annotated[
-    float | None, typer.Option(help="With a rehearsal: the middle learning rate; the computed one without it.")
-]
-RehearsalSteps = Annotated[
-    int | None,
-    typer.Option(help="With a rehearsal: steps of each training; about a quarter of the run's without it."),
-]
-Output = Annotated[Path | None, typer.Option(help=f"With --suggest: the folder in which to write {SUGGESTION_FILE}.")]
+
+@command("dpllm plan suggest quickstart --rehearse --output runs/suggested")
+def suggest(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    rehearse: Annotated[
+        bool,
+        typer.Option(
+            "--rehearse",
+            help="Take the best of three or four learning rates by short trainings with the plan's noise on public "
+            "text: about the compute of the run.",
+        ),
+    ] = False,
+    public: Annotated[
+        str | None,
+        typer.Option(
+            help="Public text to rehearse on, in the format of the private records, or .txt; default: that of "
+            "public_pretrain. It must not contain private records."
+        ),
+    ] = None,
+    around: Annotated[float | None, typer.Option(help="Middle rate to rehearse; default: the computed one.")] = None,
+    rehearsal_steps: Annotated[
+        int | None, typer.Option(help="Steps of each training; default: a quarter of the run's.")
+    ] = None,
+    num_units: Annotated[
+        int | None, typer.Option(help="N, so that the private records are not read and need not be here.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help=f"Folder in which to write {SUGGESTION_FILE}.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Suggest learning rate, clip norm, schedule, averaging and bands to start from, with reasons and as overrides.
+
+    They follow from the plan and the size of the model's weights. No private record enters, and no ε is spent.
+    """
+    options = SuggestOptions(rehearse, public, around, rehearsal_steps, output, num_units)
+    run_suggest(recipe, training_recipe(recipe, overrides), options, as_json)
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ class SuggestOptions:
         around: the middle learning rate of a rehearsal.
         rehearsal_steps: steps of each training.
         output: folder for the file.
-        num_units: N, instead of reading the private records. It is an option of --sweep too.
+        num_units: N, instead of reading the private records.
     """
 
     rehearse: bool
@@ -82,18 +86,8 @@ class SuggestOptions:
     output: Path | None
     num_units: int | None
 
-    def refuse_without_suggest(self) -> None:
-        """Refuse options that need --suggest.
-
-        Raises:
-            ValueError: one is given.
-        """
-        given = [item.name for item in fields(self) if getattr(self, item.name) and item.name != "num_units"]
-        if given:
-            raise ValueError(f"--{given[0].replace('_', '-')} is an option of --suggest: add --suggest, or omit it")
-
     def check(self) -> None:
-        """Check the options of --suggest.
+        """Check the options.
 
         Raises:
             ValueError: options that need a rehearsal without one, or a number out of range.
@@ -216,6 +210,16 @@ def _rehearse(run: Suggested, section: Any, options: SuggestOptions) -> tuple[Su
 @contextlib.contextmanager
 def _bars() -> Iterator[Callable[[str, int | None], Callable[[int], None]]]:
     """Yield a function that returns a new bar's function of steps; a bar appears with its first step."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     progress = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True))
     shown: list[bool] = []
@@ -244,7 +248,7 @@ def _write(folder: Path, suggestion: Suggestion, path: Path, checked: str | None
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / SUGGESTION_FILE
     comments = [
-        f"Settings that dpllm plan --suggest gives for {path}: copy them into the recipe.",
+        f"Settings that dpllm plan suggest gives for {path}: copy them into the recipe.",
         "They do not depend on private records, except for their public number. No ε was spent.",
         *([f"Public text: {checked}."] if checked else []),
     ]
@@ -280,39 +284,31 @@ def _show(
 ) -> None:
     from dpllm.planning.suggest import flow
 
-    console = Console(highlight=False, markup=False)
-    plan = run.plan
     if rehearsal is not None:
-        _show_trials(rehearsal, console)
-    head = ("setting", "suggested", "in the recipe")
-    rows: Sequence[Setting] = suggestion.settings
-    show_table(
-        head, [(row.key, flow(row.value), flow(row.before)) for row in rows], f"Settings for {path}", left=(0, 1, 2)
+        _show_trials(rehearsal)
+    parts = (
+        (("setting", "suggested", "in the recipe"), suggestion.settings, f"Settings for {path}"),
+        (("kept as in the recipe", "by the rule", "in the recipe"), suggestion.guides, "Rules for a new recipe"),
     )
-    console.print()
-    for reason, keys in _by_reason(rows).items():
-        console.print(f"{', '.join(keys)}: {reason}")
-    console.print()
-    kept = [(row.key, flow(row.value), flow(row.before)) for row in suggestion.guides]
-    show_table(
-        ("kept as in the recipe", "by the rule", "in the recipe"), kept, "Rules for a new recipe", left=(0, 1, 2)
-    )
-    console.print()
-    for reason, keys in _by_reason(suggestion.guides).items():
-        console.print(f"{', '.join(keys)}: {reason}")
-    for note in suggestion.notes:
-        console.print(f"Note: {note}")
+    for head, settings, title in parts:
+        rows = [(row.key, flow(row.value), flow(row.before)) for row in settings]
+        show_table(head, rows, title, left=(0, 1, 2))
+        typer.echo("")
+        for reason, keys in _by_reason(settings).items():
+            typer.echo(wrapped(f"{', '.join(keys)}: {reason}"))
+        typer.echo("")
+    more = [f"Note: {note}" for note in suggestion.notes]
     if checked is not None:
-        console.print(f"Public text: {checked}.")
-    console.print(
-        f"The run keeps {plan.guarantee}. The "
-        "suggestion depends on no private record, only on their public number, and spends no ε."
+        more.append(f"Public text: {checked}.")
+    more.append(
+        f"The run keeps {run.plan.guarantee}. The suggestion depends on no private record, only on their public "
+        "number, and spends no ε."
     )
+    typer.echo(wrapped("\n".join(more)))
     if file is not None:
-        console.print(f"File: {file}", soft_wrap=True)
+        typer.echo(f"File: {file}")
     if suggestion.overrides:
-        console.print("\nTo be added to the command of the run:")
-        console.print(suggestion.pasteable, soft_wrap=True)
+        typer.echo(f"\nTo be added to the command of the run:\n{suggestion.pasteable}")
 
 
 def _by_reason(settings: Sequence[Setting]) -> dict[str, list[str]]:
@@ -323,7 +319,7 @@ def _by_reason(settings: Sequence[Setting]) -> dict[str, list[str]]:
     return seen
 
 
-def _show_trials(rehearsal: Rehearsal, console: Console) -> None:
+def _show_trials(rehearsal: Rehearsal) -> None:
     rows = [
         (
             f"{trial.rate:g}",
@@ -338,4 +334,4 @@ def _show_trials(rehearsal: Rehearsal, console: Console) -> None:
         f"held out, loss {rehearsal.loss_before:.4g} before"
     )
     show_table(("learning rate", "in the rehearsal", "held-out loss", ""), rows, title, left=(3,))
-    console.print()
+    typer.echo("")

@@ -1,15 +1,16 @@
-"""The settings of `dpllm plan --sweep`: the numbers of a recipe, or numbers given directly."""
+"""`dpllm plan sweep`: other batch sizes and steps for the same budget, for a recipe or for numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from rich.console import Console
+import typer
 
-from dpllm.cli.common import show_json, show_table
+from dpllm.cli.common import AnyRecipe, AsJson, Overrides, command, show_json, show_table, wrapped
+from dpllm.cli.plan import plan_of, training_recipe
 from dpllm.config import Recipe
 from dpllm.config.values import integer
 
@@ -20,6 +21,75 @@ if TYPE_CHECKING:
 
 UTILIZATION = 0.4
 """Share of a GPU's peak that training is assumed to reach if no throughput was measured."""
+ALONE = "without RECIPE"
+Counts = Annotated[str | None, typer.Option(metavar="N,…", help="Default: near the run's.")]
+
+
+@command("dpllm plan sweep quickstart privacy.noise=independent --picture sweep.png")
+def sweep(
+    recipe: AnyRecipe = None,
+    overrides: Overrides = None,
+    batch_sizes: Counts = None,
+    step_counts: Counts = None,
+    compute: Annotated[str, typer.Option(help="recipe: its b T; max of the grid; or a number.")] = "recipe",
+    min_steps: Annotated[int | None, typer.Option(help="Fewest steps; default: half of the run's.")] = None,
+    gradient_rms: Annotated[
+        float, typer.Option(help="Of the mean clipped gradient's entries, over C.", show_default=False)
+    ] = 0.0,
+    tokens_per_second: Annotated[float | None, typer.Option(help="Measured, of all GPUs; gives the time.")] = None,
+    peak_tflops: Annotated[
+        float | None, typer.Option(help=f"Of a GPU; {UTILIZATION:.0%} of it gives the time.")
+    ] = None,
+    gpus: Annotated[int, typer.Option(help="Number of GPUs.")] = 1,
+    picture: Annotated[Path | None, typer.Option(help="Write a PNG.")] = None,
+    num_units: Annotated[int | None, typer.Option(help="N.", rich_help_panel=ALONE)] = None,
+    expected_batch_size: Annotated[int | None, typer.Option(help="b.", rich_help_panel=ALONE)] = None,
+    steps: Annotated[int | None, typer.Option(help="T.", rich_help_panel=ALONE)] = None,
+    epsilon: Annotated[float | None, typer.Option(help="ε of the run.", rich_help_panel=ALONE)] = None,
+    delta: Annotated[float | None, typer.Option(help="δ; default 1/(10 N).", rich_help_panel=ALONE)] = None,
+    tokens_per_unit: Annotated[float | None, typer.Option(help="The tokens of a unit.", rich_help_panel=ALONE)] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare batch sizes and numbers of steps for the same budget, and recommend one."""
+    options = SweepOptions(
+        batch_sizes, step_counts, compute, min_steps, gradient_rms, tokens_per_second, peak_tflops, picture
+    )
+    numbers = (num_units, expected_batch_size, steps, epsilon, delta, tokens_per_unit)
+    if recipe is None:
+        if all(number is None for number in numbers):
+            raise ValueError("give a recipe, or the numbers of a run (dpllm plan sweep --help)")
+        setting = Setting.of_numbers(
+            num_units=num_units,
+            expected_batch_size=expected_batch_size,
+            num_steps=steps,
+            target_epsilon=epsilon,
+            delta=delta,
+            tokens_per_unit=tokens_per_unit,
+        )
+        run_sweep(setting, options, gpus, as_json)
+        return
+    if any(number is not None for number in numbers):
+        raise ValueError("--num-units and the other numbers replace a recipe: override the recipe's values instead")
+    _sweep_recipe(recipe, training_recipe(recipe, overrides), options, gpus, as_json)
+
+
+def _sweep_recipe(path: Path, recipe: Recipe, options: SweepOptions, gpus: int, as_json: bool) -> None:
+    from dpllm.mechanism.catalogue import noise_of
+    from dpllm.mechanism.parts import Spec
+    from dpllm.training.arguments import training_arguments
+    from dpllm.training.preflight import to_plan
+    from dpllm.training.workload import workload_of
+
+    made = plan_of(recipe).plan
+    if made.selection is not None:
+        raise ValueError("a sweep compares single runs: leave privacy.selection out")
+    setting = Setting.of_recipe(path, recipe, made, with_flops=options.peak_tflops is not None)
+    noise = noise_of(Spec.of(recipe.privacy.noise))
+    if not noise.tensors_kept:
+        run_sweep(setting, options, gpus, as_json)
+        return
+    arguments, average = training_arguments(to_plan(recipe.train)), recipe.train.get("average")
+    run_sweep(setting, options, gpus, as_json, noise, lambda steps: workload_of(arguments, steps, average))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +148,10 @@ class Setting:
             ValueError: the recipe draws rows, or its noise is discrete.
         """
         if plan.sampling == "example":
-            raise ValueError('--sweep needs runs that draw whole units; set privacy.sampling="unit" for it')
+            raise ValueError('a sweep needs runs that draw whole units; set privacy.sampling="unit" for it')
         if plan.randomness == "discrete":
             raise ValueError(
-                "--sweep computes the ε of Gaussian noise, and that of discrete noise is larger: sweep with "
+                "a sweep computes the ε of Gaussian noise, and that of discrete noise is larger: sweep with "
                 "privacy.randomness=os, and plan the run that you choose with privacy.randomness=discrete"
             )
         rows = plan.max_rows_per_unit or 1
@@ -108,7 +178,7 @@ def _flops_per_token(recipe: Recipe) -> float:
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """The options of --sweep, with their defaults."""
+    """The options of a sweep, with their defaults."""
 
     batch_sizes: str | None = None
     step_counts: str | None = None
@@ -138,7 +208,7 @@ class SweepOptions:
 def run_sweep(
     setting: Setting,
     options: SweepOptions,
-    gpus: int | None,
+    gpus: int,
     as_json: bool,
     noise: Noise | None = None,
     workload_of: Callable[[int], Workload] | None = None,
@@ -148,13 +218,14 @@ def run_sweep(
     Args:
         setting: the numbers of the run.
         options: those of the command line. Without a smallest number of steps, it is half of the run's.
-        gpus: their number; None: 1.
+        gpus: their number.
         as_json: whether to print JSON.
         noise: correlated noise, which is compared with independent noise; None: a grid of independent noise alone.
         workload_of: with it, a function from T to the workload of a run of T steps.
     """
     from dpllm.mechanism.noise import IndependentNoise
-    from dpllm.planning.sweep import Cost, default_grid, sweep
+    from dpllm.planning.sweep import Cost, default_grid
+    from dpllm.planning.sweep import sweep as compared
     from dpllm.planning.sweep_figure import plot_sweep
     from dpllm.planning.sweep_text import recommendation_text, sweep_rows
     from dpllm.privacy.rounding import format_delta
@@ -165,7 +236,7 @@ def run_sweep(
         raise ValueError("--peak-tflops needs a recipe, because the compute depends on its model. Give a recipe")
     if noise is not None:
         options.refuse_with_correlated_noise()
-    made = sweep(
+    made = compared(
         target_epsilon=setting.target_epsilon,
         delta=setting.delta,
         num_units=setting.num_units,
@@ -181,7 +252,7 @@ def run_sweep(
             flops_per_token=None if peak is None else setting.flops_per_token,
             peak_flops=None if peak is None else peak * 1e12,
             utilization=None if peak is None else UTILIZATION,
-            gpus=gpus or 1,
+            gpus=gpus,
         ),
         noise=IndependentNoise() if noise is None else noise,
         workload_of=workload_of,
@@ -196,10 +267,9 @@ def run_sweep(
     guarantee = f"ε = {setting.target_epsilon:g} at δ = {format_delta(setting.delta)}"
     title = f"Ways to spend {guarantee} on {setting.num_units:,} units"
     show_table(head, rows, title, left=(0,) if noise is None else (0, 2))
-    console = Console(highlight=False, markup=False)
-    console.print(f"\n{recommendation_text(made)}")
+    typer.echo(f"\n{wrapped(recommendation_text(made))}")
     if picture is not None:
-        console.print(f"\nPicture: {picture}", soft_wrap=True)
+        typer.echo(f"\nPicture: {picture}")
 
 
 def _compute(text: str, setting: Setting) -> int | str:

@@ -1,4 +1,4 @@
-"""Tests of dpllm.cli.generating: `dpllm generate` and `dpllm chat` state the guarantee, or refuse."""
+"""Tests of dpllm.cli.generate: `dpllm generate` states the guarantee, or refuses."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from dpllm.cli import generating
-from dpllm.cli.generating import COVERED
+from dpllm.cli import generate
+from dpllm.cli.generate import COVERED
 from dpllm.cli.program import app
 from dpllm.models import generation
 from dpllm.models.generation import Sampling, TextGenerator, load_generator
@@ -105,7 +105,7 @@ def test_without_a_prompt_a_text_begins_from_nothing(folder, generator):
 
 @kills(
     "texts are generated from a folder that does not verify, beside its ε",
-    "dpllm/cli/generating.py",
+    "dpllm/cli/generate.py",
     "    failed = standing.failed\n",
     "    failed = None\n",
 )
@@ -120,13 +120,13 @@ def test_without_a_prompt_a_text_begins_from_nothing(folder, generator):
         (lambda f: (f / "privacy_ledger.jsonl").unlink(), "holds no privacy_ledger.jsonl"),
     ],
 )
-@pytest.mark.parametrize("command", ["generate", "chat"])
-def test_a_folder_that_does_not_verify_is_refused(folder, change, words, command):
+@pytest.mark.parametrize("chat", [[], ["--chat"]])
+def test_a_folder_that_does_not_verify_is_refused(folder, change, words, chat):
     """The remedy names the check; --unverified says that there is no guarantee, and prints none."""
     change(folder)
-    message = refused([command, str(folder)])
+    message = refused(["generate", str(folder), *chat])
     assert words in message and "--unverified goes on without" in message
-    result = invoke([command, str(folder), "--unverified", "--max-new-tokens", "2"])
+    result = invoke(["generate", str(folder), *chat, "--unverified", "--max-new-tokens", "2"])
     assert result.exit_code == 0 and "NO GUARANTEE" in result.stderr
     assert COVERED not in result.stderr and "ε =" not in result.stderr
 
@@ -211,11 +211,11 @@ def test_a_conversation_without_a_template_continues_the_text(folder, generator,
     """Each answer is added; /reset forgets; the end of the input ends it."""
     seen: list[Any] = []
     monkeypatch.setattr(generator, "stream", lambda prompt, *_: seen.append(prompt) or " and more")
-    result = invoke(["chat", str(folder)], "one\n two\n/reset\nthree\n\n")
+    result = invoke(["generate", str(folder), "--chat"], "one\n two\n/reset\nthree\n\n")
     assert result.exit_code == 0 and seen == ["one", "one and more two", "three"]
     assert "ε = " in result.stderr and COVERED in result.stderr and "continuing the text" in result.stderr
     seen.clear()
-    assert invoke(["chat", str(folder)], "/exit\none\n").exit_code == 0 and seen == []
+    assert invoke(["generate", str(folder), "--chat"], "/exit\none\n").exit_code == 0 and seen == []
 
 
 def test_a_conversation_with_a_template_keeps_its_turns_while_they_fit(folder, generator, monkeypatch):
@@ -223,7 +223,7 @@ def test_a_conversation_with_a_template_keeps_its_turns_while_they_fit(folder, g
     seen: list[Any] = []
     monkeypatch.setattr(generator, "stream", lambda prompt, *_: seen.append(list(prompt)) or "dog")
     monkeypatch.setattr(generator.tokenizer, "chat_template", TEMPLATE)
-    result = invoke(["chat", str(folder), "--max-new-tokens", "20"], "one\n" * 9)
+    result = invoke(["generate", str(folder), "--chat", "--max-new-tokens", "20"], "one\n" * 9)
     assert result.exit_code == 0 and "by its chat template" in result.stderr
     assert [message["content"] for message in seen[1]] == ["one", "dog", "one"]
     sizes = [len(messages) for messages in seen]
@@ -236,7 +236,7 @@ def test_a_long_text_loses_its_beginning(folder, generator, monkeypatch):
     seen: list[Any] = []
     monkeypatch.setattr(generator, "stream", lambda prompt, *_: seen.append(prompt) or " dog")
     long = " ".join(WORDS * 6)
-    assert invoke(["chat", str(folder), "--max-new-tokens", "20"], f"{long}\n").exit_code == 0
+    assert invoke(["generate", str(folder), "--chat", "--max-new-tokens", "20"], f"{long}\n").exit_code == 0
     assert long.endswith(seen[0].strip()) and 64 - 20 - 2 <= len(generator.encode(seen[0])) <= 64 - 20 + 1
 
 
@@ -247,14 +247,14 @@ def test_an_interrupt_ends_a_conversation(folder, generator, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(generator, "stream", interrupted)
-    assert invoke(["chat", str(folder)], "one\n").exit_code == 0
-    monkeypatch.setattr(generating, "_line", interrupted)
-    assert invoke(["chat", str(folder)]).exit_code == 0
+    assert invoke(["generate", str(folder), "--chat"], "one\n").exit_code == 0
+    monkeypatch.setattr(generate, "_line", interrupted)
+    assert invoke(["generate", str(folder), "--chat"]).exit_code == 0
 
 
 def test_words_of_an_answer_are_on_the_screen(folder, generator):
     """As the model makes them."""
-    result = invoke(["chat", str(folder), "--temperature", "0", "--max-new-tokens", "6"], "one\n")
+    result = invoke(["generate", str(folder), "--chat", "--temperature", "0", "--max-new-tokens", "6"], "one\n")
     ((text,),) = generator.sample(["one"], Sampling(max_new_tokens=6, temperature=0))
     assert result.exit_code == 0 and text.strip() in result.stdout
 

@@ -7,32 +7,23 @@ from typing import Annotated
 
 import typer
 
-from dpllm.cli.common import Adjacency, AsJson, Delta, one_line_errors, show
-
-app = typer.Typer(
-    no_args_is_help=True,
-    help="The budget of a data set over several runs: a file that every run with privacy.budget_file charges "
-    "before it trains.",
-)
+from dpllm.cli.common import Adjacency, AsJson, command, show
 
 BudgetFile = Annotated[Path, typer.Argument(metavar="FILE", help="The budget file.", show_default=False)]
 
 
-@app.command(
-    epilog="Example: dpllm budget create notes.budget.json --dataset notes --epsilon 8 --delta 1e-6 --num-units 42000"
-)
-@one_line_errors
+@command("dpllm budget create notes.json --dataset notes --epsilon 8 --delta 1e-6 --num-units 42000")
 def create(
     path: BudgetFile,
     dataset: Annotated[str, typer.Option(help="Public name of the data set, as in privacy.dataset.")],
     epsilon: Annotated[float, typer.Option(help="The ε that all runs together may cost.")],
-    delta: Delta,
+    delta: Annotated[float, typer.Option(help="δ, below 1/N; usual is 1/(10 N).")],
     num_units: Annotated[int, typer.Option(help="N: number of units (sequences or users) of the data set.")],
     unit: Annotated[str, typer.Option(help="sequence or user.")] = "sequence",
     unit_column: Annotated[str | None, typer.Option(help="The column of the user's id, with --unit user.")] = None,
     adjacency: Adjacency = "zero-out",
     shared_people: Annotated[
-        bool, typer.Option("--shared-people", help="Runs may have a different N: the data set grows between them.")
+        bool, typer.Option("--shared-people", help="The data set grows: runs may differ in N.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -53,8 +44,7 @@ def create(
     show(made.to_dict(), budget_rows(made), f"Budget {path}", as_json)
 
 
-@app.command("show", epilog="Example: dpllm budget show notes.budget.json")
-@one_line_errors
+@command("dpllm budget show notes.json")
 def show_budget(path: BudgetFile, as_json: AsJson = False) -> None:
     """Print the ε that a data set's runs have spent, and the ε that is left."""
     from dpllm.privacy.budget import budget_rows, read_budget
@@ -63,8 +53,7 @@ def show_budget(path: BudgetFile, as_json: AsJson = False) -> None:
     show(budget.to_dict(), budget_rows(budget), f"Budget {path}", as_json)
 
 
-@app.command(epilog="Example: dpllm budget settle notes.budget.json runs/crashed")
-@one_line_errors
+@command("dpllm budget settle notes.json runs/crashed")
 def settle(
     path: BudgetFile,
     output_dir: Annotated[
@@ -74,8 +63,8 @@ def settle(
         bool,
         typer.Option(
             "--independent",
-            help="Declare that the crash depended neither on the private data nor on the run's releases: its ledger, "
-            "report and model card state this, and the steps that were not taken return to the budget.",
+            help="Declare that the crash depended neither on the private data nor on the run's releases. Its ledger, "
+            "report and card state this, and the steps that were not taken return to the budget.",
         ),
     ] = False,
     as_json: AsJson = False,

@@ -1,4 +1,4 @@
-"""Tests of dpllm.cli.starting: `dpllm init` asks or takes options, and writes a recipe that loads, plans and trains."""
+"""`dpllm init` shows the columns, asks or takes keys, and writes a recipe that loads, plans and trains."""
 
 from __future__ import annotations
 
@@ -31,6 +31,12 @@ def _in_a_folder_with_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     Path("notes.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody can answer."""
+    monkeypatch.setattr("dpllm.cli.init.at_terminal", lambda: True)
+
+
 def asked(answers: list[str], *arguments: str) -> str:
     """Return the screen of a command whose questions get these answers."""
     result = CliRunner().invoke(app, ["init", *arguments], input="".join(f"{answer}\n" for answer in answers))
@@ -49,15 +55,15 @@ def refused(*arguments: str, answers: str = "") -> str:
 
 def test_without_questions_the_proposals_are_taken(model):
     """The column of people is found by its name, so that they are protected; the screen names all dependences."""
-    shown = asked([], "--data", "notes.jsonl", "--model", str(model), "--yes")
+    shown = asked([], "notes.jsonl", f"model={model}", "--yes")
     recipe = load_recipe("recipe.yaml")
     assert (recipe.privacy.protects, recipe.privacy.unit) == ("user", "patient_id")
     assert (recipe.data.format, recipe.data.form.text, recipe.privacy.epsilon) == ("text", "note", 8)
     assert recipe.train["output_dir"] == "runs/recipe" and recipe.model.name == str(model)
     words = " ".join(shown.split())
-    assert "note_id 0 all different" in words and "patient_id p0 120 different" in words
-    assert "read as text: note, patient_id not used: note_id, answer" in words
-    assert "all records with the same patient_id are protected together (--unit record" in words
+    assert 'note_id "0" all different not used' in words and 'patient_id "p0" 120 different → unit' in words
+    assert "→ text" in words and "not used" in words.split('answer "yes"')[1][:30]
+    assert "all records with the same patient_id are protected together (data.columns.unit=null" in words
     assert "no setting depends on it" in words and "public by the definition of the guarantee" in words
     assert "114 are trained on" in words and "ε = 7.99" in words
     assert "120 users, by patient_id" in words and "records of a user: half have at most 2" in words
@@ -72,13 +78,13 @@ def test_keys_of_reading_are_given_as_in_a_recipe(model):
     """So that the remedy of an error can be added to the same command."""
     records = [{"text": " ".join(WORDS[:9]), "label": ["no", "yes", ""][n % 3]} for n in range(300)]
     Path("reviews.json").write_text(json.dumps({"version": 1, "data": records}))
-    line = ("--data", "reviews.json", "--classes", "no,yes", "--model", str(model), "--yes")
+    line = ("reviews.json", "data.class_names=[no, yes]", f"model={model}", "--yes")
     assert "data.field=data" in refused(*line)
-    asked([], "data.field=data", "data.missing=drop", *line)
+    asked([], *line, "data.field=data", "data.missing=drop")
     data = load_recipe("recipe.yaml").data
     assert (data.field, data.missing, data.format) == ("data", "drop", "classification")
     Path("recipe.yaml").unlink()
-    assert "init takes data.delimiter" in refused("reviews.json", "privacy.delta=1e-6", "--yes")
+    assert "privacy.delta: init takes data.path" in refused("reviews.json", "privacy.delta=1e-6", "--yes")
 
 
 def test_a_folder_without_a_split_train_is_trained_on(model):
@@ -87,23 +93,23 @@ def test_a_folder_without_a_split_train_is_trained_on(model):
         Path("parts").mkdir(exist_ok=True)
         lines = Path("notes.jsonl").read_text().splitlines(keepends=True)
         Path(f"parts/{name}.jsonl").write_text("".join(lines[name == "test" :]))
-    asked([], "parts", "data.split=dev", "--text-column", "note", "--model", str(model), "--held-out", "0", "--yes")
+    asked([], "parts", "data.split=dev", "data.columns.text=note", f"model={model}", "data.eval=null", "--yes")
     run(["train", "recipe.yaml", "train.max_steps=1", "train.use_cpu=true"])
     assert Path("runs/recipe/privacy_report.md").exists()
 
 
-def test_the_records_are_also_given_by_their_place(model):
-    """As --data; both together only if they are equal."""
-    shown = asked([], "notes.jsonl", "--model", str(model), "--yes")
+def test_the_screen_says_what_is_read(model):
+    """Once each; records that are given twice are refused."""
+    shown = asked([], "data.path=notes.jsonl", f"model={model}", "--yes")
     assert load_recipe("recipe.yaml").data.path == "notes.jsonl"
     lines = shown.splitlines()
     names = ["reading the first records of notes.jsonl", "looking at the model", "reading all records of notes.jsonl"]
     assert [sum(line.startswith(name) for line in lines) for name in names] == [1, 1, 1]
     Path("recipe.yaml").unlink()
-    assert "given twice, a.jsonl and --data notes.jsonl" in refused("a.jsonl", "--data", "notes.jsonl", "--yes")
+    assert "given twice, a.jsonl and data.path=notes.jsonl" in refused("a.jsonl", "data.path=notes.jsonl", "--yes")
 
 
-def test_questions_have_proposals_and_are_asked_again(model):
+def test_questions_have_proposals_and_are_asked_again(model, terminal):
     """A wrong answer gets the error and the question once more; Enter takes the proposal."""
     answers = [
         "",
@@ -134,9 +140,9 @@ def test_questions_have_proposals_and_are_asked_again(model):
 
 def test_columns_that_are_given_decide_the_format(model):
     """A prompt and a completion; each record by itself."""
-    given = ["--data", "notes.jsonl", "--model", str(model), "--prompt-column", "note", "--unit", "record", "--yes"]
+    given = ["notes.jsonl", f"model={model}", "data.columns.prompt=note", "data.columns.unit=null", "--yes"]
     Path("runs/q").mkdir(parents=True)  # of an earlier run, which the new one does not touch
-    shown = asked([], *given, "--completion-column", "answer", "--output", "new/folder/q.yaml", "--max-length", "32")
+    shown = asked([], *given, "data.columns.completion=answer", "--output", "new/folder/q.yaml", "data.max_length=32")
     recipe = load_recipe("new/folder/q.yaml")
     assert (recipe.data.format, recipe.data.form.completion) == ("prompt_completion", "answer")
     assert recipe.privacy.protects == "sequence" and recipe.data.max_length == 32
@@ -147,22 +153,22 @@ def test_columns_that_are_given_decide_the_format(model):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--yes"], "--data is missing"),
-        (["--data", "absent.jsonl", "--yes"], "absent.jsonl: no such file or folder"),
-        (["--data", "notes.jsonl", "--format", "poem", "--yes"], "--format must be one of"),
-        (["--data", "ids.csv", "--yes"], "--text-column befund"),
-        (["--data", "pairs.jsonl", "--yes"], "data.format preference"),
-        (["--data", "notes.jsonl", "--label-column", "answer", "--yes"], "--classes is missing"),
-        (
-            ["--data", "notes.jsonl", "--label-column", "answer", "--classes", "a", "--yes"],
-            "two or more different names",
-        ),
-        (["--unit", "record", "--unit-column", "patient_id"], "give one of them"),
-        (["--unit", "record", "--max-rows-per-unit", "3"], "belongs to users"),
-        (["--max-length", "1"], "--max-length must be at least 2"),
-        (["--data", "absent.jsonl", "--epsilon", "0"], "--epsilon must be > 0"),
-        (["--data", "notes.jsonl", "--output", "notes.jsonl"], "a recipe's name ends in .yaml"),
-        (["--data", "notes.jsonl", "--output", "there.yaml"], "exists already"),
+        (["--yes"], "RECORDS is missing"),
+        (["absent.jsonl", "--yes"], "absent.jsonl: no such file or folder"),
+        (["notes.jsonl", "data.format=poem", "--yes"], "data.format must be one of"),
+        (["ids.csv", "--yes"], "data.columns.text=befund"),
+        (["pairs.jsonl", "--yes"], "data.format=preference"),
+        (["notes.jsonl", "data.columns.label=answer", "--yes"], "the classes are missing"),
+        (["notes.jsonl", "data.columns.label=answer", "data.class_names=[a]", "--yes"], "two or more different names"),
+        (["notes.jsonl", "data.columns.unit=null", "privacy.max_rows_per_unit=3"], "belongs to people"),
+        (["notes.jsonl", "data.max_length=1"], "data.max_length must be at least 2"),
+        (["notes.jsonl", "data.maxlength=9"], "did you mean 'data.max_length'"),
+        (["notes.jsonl", "data.eval=held_out.jsonl"], "takes a share"),
+        (["notes.jsonl", "model.adapter={r: 4, bias: all}"], "model.adapter.bias"),
+        (["notes.jsonl"], "model is missing"),
+        (["absent.jsonl", "privacy.epsilon=0"], "privacy.epsilon must be > 0"),
+        (["notes.jsonl", "--output", "notes.jsonl"], "a recipe's name ends in .yaml"),
+        (["notes.jsonl", "--output", "there.yaml"], "exists already"),
     ],
 )
 def test_mistakes_are_one_line_with_the_remedy(arguments, message):
@@ -178,14 +184,24 @@ def test_mistakes_are_one_line_with_the_remedy(arguments, message):
 def test_few_records_are_refused(model):
     """With the number that is needed."""
     Path("few.jsonl").write_text('{"text": "the dog sees a cat"}\n' * 9)
-    message = refused("--data", "few.jsonl", "--model", str(model), "--yes")
+    message = refused("few.jsonl", f"model={model}", "--yes")
     assert "9 records are too few" in message and "Collect more" in message
 
 
-def test_the_end_of_the_questions_is_no_answer():
-    """A script without a terminal gets the option that is missing."""
-    message = refused("--data", "notes.jsonl", answers="\n\n")
-    assert "the questions ended at --unit-column, and nothing was written" in message and "--yes" in message
+def test_the_end_of_the_questions_is_no_answer(terminal):
+    """The line has the key that is missing."""
+    message = refused("notes.jsonl", answers="\n\n")
+    assert "the questions ended at data.columns.unit, and nothing was written" in message and "--yes" in message
+
+
+def test_without_a_terminal_it_stops_with_the_columns_and_the_key():
+    """Numbers, codes and short values are never proposed as text, whatever their names."""
+    rows = "".join(f"{n},N-{n:05d},{['ok', 'not ok'][n % 2]},{n % 7} {n % 3}\n" for n in range(40))
+    Path("codes.csv").write_text("text,note,content,body\n" + rows)
+    result = CliRunner().invoke(app, ["init", "codes.csv", "model=x"])
+    assert result.exit_code == 2 and "data.columns.text=" in result.stderr and "→" not in result.stdout
+    lines = [line.split()[0] for line in result.stdout.splitlines() if "not used" in line]
+    assert lines == ["text", "note", "content", "body"]
 
 
 def test_a_model_that_cannot_be_trained_privately_is_found_now(model, monkeypatch):
@@ -196,7 +212,7 @@ def test_a_model_that_cannot_be_trained_privately_is_found_now(model, monkeypatc
         raise ValueError("this model cannot be clipped")
 
     monkeypatch.setattr(preflight, "_check_mechanism", refuse)
-    assert "cannot be clipped" in refused("--data", "notes.jsonl", "--model", str(model), "--yes")
+    assert "cannot be clipped" in refused("notes.jsonl", f"model={model}", "--yes")
     assert [path.name for path in Path().iterdir()] == ["notes.jsonl"]
 
 
@@ -205,7 +221,7 @@ def test_the_recipe_trains_and_its_folder_verifies(model, monkeypatch):
     """As it was written, with nothing added but what this machine needs; ε and units are those that were shown."""
     from dpllm.training import finetune
 
-    shown = asked([], "--data", "notes.jsonl", "--model", str(model), "--yes")
+    shown = asked([], "notes.jsonl", f"model={model}", "--yes")
     recipe = load_recipe("recipe.yaml", ["train.use_cpu=true", "train.disable_tqdm=true"])
     assert finetune.run(recipe) == 0
     assert "matches its ledger" in run(["verify", "runs/recipe"])
@@ -216,11 +232,11 @@ def test_the_recipe_trains_and_its_folder_verifies(model, monkeypatch):
 
 
 @pytest.mark.parametrize("answer", ["drop", "error"])
-def test_records_without_a_value_are_asked_about_before_the_model(model, answer):
+def test_records_without_a_value_are_asked_about_before_the_model(model, terminal, answer):
     """With --yes it stops with the key; nothing is left out unasked."""
     records = [{"text": "the dog sees a cat", "label": [0, 1, None][n % 3]} for n in range(300)]
     Path("some.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    given = ["some.jsonl", "--model", str(model), "--classes", "no,yes"]
+    given = ["some.jsonl", f"model={model}", "data.class_names=[no, yes]"]
     assert "data.missing=drop" in refused(*given, "--yes")
     if answer == "error":
         assert "data.missing=drop" in refused(*given, answers="classification\n\n\nrecord\nerror\n\n\n\n")

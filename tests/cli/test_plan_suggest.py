@@ -1,4 +1,4 @@
-"""Tests of dpllm.cli.suggesting: `dpllm plan --suggest`."""
+"""Tests of dpllm.cli.plan_suggest: `dpllm plan suggest`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dpllm.cli.suggesting import CHECKED, NOT_CHECKED
+from dpllm.cli.plan_suggest import CHECKED, NOT_CHECKED
 from dpllm.config import load_recipe
 from dpllm.config.yaml12 import read_yaml
 from dpllm.planning import public_text, rehearsal
@@ -48,7 +48,7 @@ def records(folder: Path, name: str, count: int) -> Path:
 
 def test_a_suggestion_needs_no_private_record(path, tmp_path):
     """The private file is absent; the line can be pasted, the file holds the same settings, and no ε is spent."""
-    command = ["plan", str(path), "--suggest", "--num-units", "200", "--output", str(tmp_path / "new" / "folder")]
+    command = ["plan", "suggest", str(path), "--num-units", "200", "--output", str(tmp_path / "new" / "folder")]
     values = as_json(command)
     file = tmp_path / "new" / "folder" / "suggestion.yaml"
     assert values["file"] == str(file) and values["rehearsal"] is None and values["public_text"] is None
@@ -72,7 +72,7 @@ def test_a_suggestion_needs_no_private_record(path, tmp_path):
 
 def test_the_records_are_counted_without_a_number(path, tmp_path):
     """As by `dpllm plan`."""
-    values = as_json(["plan", str(path), "--suggest", f"data.path={records(tmp_path, 'here.jsonl', 130)}"])
+    values = as_json(["plan", "suggest", str(path), f"data.path={records(tmp_path, 'here.jsonl', 130)}"])
     assert values["plan"]["num_units"] == 130 and values["privacy"]["private_records_read"] == "to count them"
 
 
@@ -80,7 +80,7 @@ def test_a_model_that_saw_private_records_is_refused(path, model, tmp_path):
     """A suggestion is said to depend on no private record; the declaration is that of the run."""
     trained = shutil.copytree(model, tmp_path / "trained")
     (trained / "recipe.yaml").write_text("data: {path: private.jsonl}")
-    command = ["plan", str(path), "--suggest", "--num-units", "200", f"model.name={trained}"]
+    command = ["plan", "suggest", str(path), "--num-units", "200", f"model.name={trained}"]
     message = refuse(command)
     assert "may depend on private records" in message and "start_is_independent" in message
     assert as_json([*command, "model.start_is_independent=true"])["privacy"]["private_records_read"] == "no"
@@ -99,7 +99,7 @@ def test_a_rehearsal_is_shown_and_recommended(path, tmp_path, monkeypatch, count
     monkeypatch.setattr(public_text, "load_material", lambda *arguments: material)
     monkeypatch.setattr(rehearsal, "rehearse", rehearse)
     public = records(tmp_path, "public.jsonl", 100)
-    command = ["plan", str(path), "--suggest", "--public", str(public), "--around", "0.5"]
+    command = ["plan", "suggest", str(path), "--public", str(public), "--around", "0.5"]
     private = records(tmp_path, "here.jsonl", 130)
     command += [f"data.path={private}"] if counted else ["--num-units", "200"]
     values = as_json(command)
@@ -116,20 +116,18 @@ def test_a_rehearsal_is_shown_and_recommended(path, tmp_path, monkeypatch, count
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--suggest", "--memory"], "--memory and --suggest cannot be combined"),
-        (["--rehearse"], "--rehearse is an option of --suggest"),
-        (["--suggest", "--around", "0.1"], "belong to a rehearsal"),
-        (["--suggest", "--public", "x.jsonl", "--around", "0"], "--around must be > 0"),
-        (["--suggest", "--num-units", "0"], "--num-units must be at least 1"),
-        (["--suggest", "--num-units", "5"], "expected_batch_size=10 exceeds the number of units, 5"),
-        (["--suggest"], "absent.jsonl: no such file"),
-        (["--suggest", "--rehearse"], "no public_pretrain section: add --public FILE"),
-        (["--suggest", "--public", "absent.jsonl", "data.path=absent.jsonl"], "is a source of the private records"),
-        (["--suggest", "--num-units", "200", "model.name=nobody/nothing"], "no model.safetensors here"),
-        (["--suggest", "--num-units", "200", "--output", "recipe.yaml"], "is a file: give a folder"),
+        (["--around", "0.1"], "belong to a rehearsal"),
+        (["--public", "x.jsonl", "--around", "0"], "--around must be > 0"),
+        (["--num-units", "0"], "--num-units must be at least 1"),
+        (["--num-units", "5"], "expected_batch_size=10 exceeds the number of units, 5"),
+        ([], "absent.jsonl: no such file"),
+        (["--rehearse"], "no public_pretrain section: add --public FILE"),
+        (["--public", "absent.jsonl", "data.path=absent.jsonl"], "is a source of the private records"),
+        (["--num-units", "200", "model.name=nobody/nothing"], "no model.safetensors here"),
+        (["--num-units", "200", "--output", "recipe.yaml"], "is a file: give a folder"),
         deep_case(
             [
-                *("--suggest", "--num-units", "200", "data.columns.unit=who"),
+                *("--num-units", "200", "data.columns.unit=who"),
                 *("privacy.max_rows_per_unit=2", "privacy.sampling=example", "privacy.max_batch_size=null"),
             ],
             "--num-units is for runs that draw whole units",
@@ -144,7 +142,7 @@ def test_mistakes_are_one_line(path, arguments, message, monkeypatch):
 
         from dpllm.cli.program import app
 
-        done = CliRunner().invoke(app, ["plan", str(path), *arguments])
+        done = CliRunner().invoke(app, ["plan", "suggest", str(path), *arguments])
         assert done.exit_code == 2 and message in done.stderr.splitlines()[-1]
     else:
-        assert message in refuse(["plan", str(path), *arguments])
+        assert message in refuse(["plan", "suggest", str(path), *arguments])

@@ -1,4 +1,4 @@
-"""`dpllm generate` and `dpllm chat`: text from a released model."""
+"""`dpllm generate`: texts from a released model, or a chat with it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dpllm import registry
-from dpllm.cli.common import one_line_errors
+from dpllm.cli.common import command
 from dpllm.config.values import integer, nearest
 
 if TYPE_CHECKING:
@@ -21,34 +21,34 @@ if TYPE_CHECKING:
 
 Folder = Annotated[
     Path,
-    typer.Argument(metavar="RUN", help="The folder of a run, or of a model that a run released.", show_default=False),
+    typer.Argument(metavar="RUN", help="The folder of a run, or of a model that it released.", show_default=False),
 ]
-NewTokens = Annotated[int, typer.Option(help="The most tokens of a text.")]
-Temperature = Annotated[float, typer.Option(help="1: the model's own distribution; 0: the likeliest token.")]
-TopP = Annotated[float, typer.Option(help="Draw from the likeliest tokens with this much probability together.")]
-Seed = Annotated[int | None, typer.Option(help="Seed of the draws; from the operating system without it.")]
+SAMPLING = "sampling"
+NewTokens = Annotated[int, typer.Option(help="The most tokens of a text.", rich_help_panel=SAMPLING)]
+Temperature = Annotated[float, typer.Option(help="0: always the likeliest token.", rich_help_panel=SAMPLING)]
+TopP = Annotated[
+    float, typer.Option(help="Draw from the likeliest tokens of this probability together.", rich_help_panel=SAMPLING)
+]
+Seed = Annotated[
+    int | None, typer.Option(help="Of the draws; from the operating system without it.", rich_help_panel=SAMPLING)
+]
 PromptTexts = Annotated[
     list[str] | None,
-    typer.Option("--prompt", help="A prompt; may be repeated. Without one a text begins from nothing."),
+    typer.Option("--prompt", help="May be repeated. Without one texts begin from nothing."),
 ]
-PromptFile = Annotated[
-    Path | None, typer.Option(help="A file of prompts: .txt, a line each, or .jsonl, .json, .csv, .tsv, .parquet.")
-]
-PromptColumn = Annotated[
-    str | None, typer.Option(help="Column of the file: texts, or lists of messages; prompt without it.")
-]
-BatchSize = Annotated[int, typer.Option(help="The most texts that are made together.")]
+PromptFile = Annotated[Path | None, typer.Option(help="A file of prompts: .txt, a line each, or records.")]
+PromptColumn = Annotated[str | None, typer.Option(help="Its column of texts or messages; prompt without it.")]
+BatchSize = Annotated[int, typer.Option(help="The most texts made together.", rich_help_panel=SAMPLING)]
 Template = Annotated[
     bool | None,
     typer.Option(
         "--template/--no-template",
-        help="Put prompts into the chat template, or leave them as they are.",
-        show_default="as the recipe of the run, or the template if there is one",
+        help="Use the chat template; default: as in the run.",
+        show_default=False,
+        rich_help_panel=SAMPLING,
     ),
 ]
-Unverified = Annotated[
-    bool, typer.Option("--unverified", help="Go on although the folder has no guarantee that its ledger bears out.")
-]
+Unverified = Annotated[bool, typer.Option("--unverified", help="Go on although the ledger bears out no guarantee.")]
 COVERED = (
     "Generated text is post-processing of the released weights: it costs no ε, however much of it is made. Prompts are "
     "not covered: do not publish text that answers a private prompt."
@@ -56,23 +56,21 @@ COVERED = (
 _END, _AGAIN = ("/exit", "/quit"), "/reset"
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.command(
-        epilog='Example: dpllm generate runs/quickstart --prompt "The people" -n 5\n\n'
-        "Example: dpllm generate runs/quickstart --prompts prompts.jsonl --output texts.jsonl --temperature 0.8"
-    )(generate)
-    app.command(epilog="Example: dpllm chat runs/quickstart")(chat)
-
-
-@one_line_errors
+@command(
+    'dpllm generate runs/quickstart --prompt "The people" -n 5',
+    "dpllm generate runs/quickstart --chat",
+)
 def generate(
     folder: Folder,
     prompt: PromptTexts = None,
     prompts: PromptFile = None,
     prompt_column: PromptColumn = None,
-    number: Annotated[int, typer.Option("--number", "-n", "--n", help="Texts for each prompt.")] = 1,
-    max_new_tokens: NewTokens = 128,
+    number: Annotated[int, typer.Option("--number", "-n", help="Texts for each prompt.")] = 1,
+    chat: Annotated[bool, typer.Option("--chat", help="Talk to the model: /reset forgets, /exit ends.")] = False,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(help="The most tokens of a text; 128, in a chat 256.", rich_help_panel=SAMPLING),
+    ] = None,
     temperature: Temperature = 1.0,
     top_p: TopP = 1.0,
     seed: Seed = None,
@@ -81,14 +79,18 @@ def generate(
     output: Annotated[Path | None, typer.Option(help="A .jsonl file for the texts, a line each.")] = None,
     unverified: Unverified = False,
 ) -> None:
-    """Sample texts from a released model, and state its guarantee.
+    """Sample texts from a released model, which have its guarantee: weights and ledger are checked first.
 
-    The guarantee is recomputed from the folder's ledger, and the weights are compared with it. A folder that fails is
-    refused. Generated text has the same guarantee as the model. Texts go to the screen or to --output; all else goes
-    to the error stream.
+    Texts go to the standard output or to --output, and all else to the error stream.
     """
     integer("--number", number, 1)
     integer("--batch-size", batch_size, 1)
+    if chat:
+        _refuse_batch(
+            prompt, prompts, prompt_column, output, {"--number": number != 1, "--batch-size": batch_size != 16}
+        )
+        _chat(folder, 256 if max_new_tokens is None else max_new_tokens, temperature, top_p, seed, template, unverified)
+        return
     if output is not None and output.suffix != ".jsonl":
         raise ValueError(f"--output {output}: texts are written as .jsonl, a line each: change the ending")
     if output is not None and output.exists():
@@ -97,7 +99,7 @@ def generate(
     _say(f"checking {folder}")
     check(folder, unverified)
     refuse_private_prompts(folder, asked)
-    model, sampling = load(folder, max_new_tokens, temperature, top_p, seed)
+    model, sampling = load(folder, 128 if max_new_tokens is None else max_new_tokens, temperature, top_p, seed)
     in_chat = uses_template(folder, model, template)
     ready = [as_chat(one) if in_chat and isinstance(one, str) and one else one for one in asked]
     repeated = [one for one in ready for _ in range(number)]
@@ -113,21 +115,24 @@ def generate(
     _say(f"{len(repeated):,} texts are in {output}")
 
 
-@one_line_errors
-def chat(
-    folder: Folder,
-    max_new_tokens: NewTokens = 256,
-    temperature: Temperature = 1.0,
-    top_p: TopP = 1.0,
-    seed: Seed = None,
-    template: Template = None,
-    unverified: Unverified = False,
+def _refuse_batch(
+    prompt: list[str] | None, prompts: Path | None, column: str | None, output: Path | None, more: dict[str, bool]
 ) -> None:
-    """Talk to a released model, to get an impression of it.
+    given = {"--prompt": prompt, "--prompts": prompts, "--prompt-column": column, "--output": output}
+    if names := [name for name, value in {**given, **more}.items() if value]:
+        raise ValueError(f"{names[0]} is for texts, and --chat reads what is typed: omit one of them")
 
-    The words appear as they are made. Without a chat template the model continues the text so far. /reset forgets the
-    conversation, /exit (or Ctrl-C, or the end of the input) ends.
-    """
+
+def _chat(
+    folder: Path,
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    seed: int | None,
+    template: bool | None,
+    unverified: bool,
+) -> None:
+    """Talk to a model: words appear as they are made; without a chat template it continues the text so far."""
     _say(f"checking {folder}")
     check(folder, unverified)
     model, sampling = load(folder, max_new_tokens, temperature, top_p, seed)

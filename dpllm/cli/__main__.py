@@ -1,5 +1,0 @@
-"""``python -m dpllm.cli``."""
-
-from dpllm.cli.program import main
-
-main()
