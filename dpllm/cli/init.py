@@ -447,7 +447,7 @@ def _write(target: Path, made: NewRecipe) -> list[str]:
 
 
 def _show(target: Path, wishes: Wishes, made: NewRecipe, notes: Sequence[str]) -> None:
-    from dpllm.planning.suggest import flow
+    from dpllm.training.settings import flow
 
     plan, look = made.plan, made.look
     noun = "users" if plan.unit == "user" else "records"

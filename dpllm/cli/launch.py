@@ -160,6 +160,7 @@ def _on_gpus(recipe: Recipe, count: int, machine: Machine) -> Launch:
     """Choose DDP, or FSDP2 where a copy of the model with its states does not fit on a GPU."""
     from dpllm.planning.footprint import engines_for, footprint_of_recipe
     from dpllm.planning.footprint_text import format_bytes
+    from dpllm.privacy.defaults import LARGEST_BATCH
     from dpllm.training.arguments import training_arguments
     from dpllm.training.preflight import PLAIN
 
@@ -170,7 +171,8 @@ def _on_gpus(recipe: Recipe, count: int, machine: Machine) -> Launch:
         return chosen("ddp", "quantised weights and privacy.gradients=per_unit are not sharded")
     try:
         arguments = training_arguments({**PLAIN, **recipe.train})
-        need = footprint_of_recipe(recipe, arguments, recipe.privacy.expected_batch_size, "ddp", count).total
+        batch = recipe.privacy.expected_batch_size or LARGEST_BATCH
+        need = footprint_of_recipe(recipe, arguments, batch, "ddp", count).total
     except ConfigError as error:
         return chosen("ddp", f"its memory is not computed: {error}")
     if machine.memory is None:

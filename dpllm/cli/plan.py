@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +18,7 @@ from dpllm.planning.learning_rate import computed_rate, rate_values, rate_words
 if TYPE_CHECKING:
     from dpllm.privacy.noise_choice import Prediction
     from dpllm.privacy.plan import PrivacyPlan
+    from dpllm.training.settings import Setting
     from dpllm.training.workload import UpdateRule
 
 
@@ -31,7 +33,11 @@ def plan(recipe: RecipePath, overrides: Overrides = None, as_json: AsJson = Fals
     loaded = load_recipe(recipe, overrides or ())
     if not as_json:  # the rest takes seconds
         typer.echo(wrapped(f"planning {recipe}: loading the libraries, then the records of {loaded.data.path}"))
-    _show_plan(recipe, plan_of(loaded), as_json)
+    from dpllm.training.proposals import proposals
+
+    found = proposals(recipe, overrides or ())
+    whole = load_recipe(recipe, [*(overrides or ()), *(setting.override for setting in found)])
+    _show_plan(recipe, plan_of(whole), found, as_json)
 
 
 def training_recipe(path: Path, overrides: list[str] | None) -> Recipe:
@@ -113,7 +119,7 @@ def plan_of(recipe: Recipe) -> Planned:
     )
 
 
-def _show_plan(path: Path, planned: Planned, as_json: bool) -> None:
+def _show_plan(path: Path, planned: Planned, proposed: Sequence[Setting], as_json: bool) -> None:
     from dpllm.privacy.plan import format_plan
     from dpllm.training.resume import run_so_far
 
@@ -131,6 +137,7 @@ def _show_plan(path: Path, planned: Planned, as_json: bool) -> None:
         "files": planned.files,
         "read": planned.read,
         "run": None if so_far is None else dataclasses.asdict(so_far),
+        "proposals": [{"key": one.key, "value": one.value, "reason": one.reason} for one in proposed],
     }
     noise = []
     if predicted is not None:
@@ -143,6 +150,7 @@ def _show_plan(path: Path, planned: Planned, as_json: bool) -> None:
     if planned.second_moment is not None:
         words = f"{planned.second_moment}: less the known variance of the noise in it"
         noise.append(("second moment of the optimizer", words))
+    read += [("proposed", f"{one.override}: {one.reason}") for one in proposed]
     advised = [("advice", line) for line in planned.advice]
     if so_far is not None:
         advised.append(("the output folder's run", so_far.words))
@@ -165,10 +173,11 @@ def memory(
     from dpllm.planning.footprint import engines_for, footprint_of_recipe
     from dpllm.planning.footprint_text import NATURE, comparison_rows, footprint_rows, setting_of
     from dpllm.planning.model_shape import row_by_row_modules, row_by_row_words
+    from dpllm.privacy.defaults import LARGEST_BATCH
     from dpllm.training.arguments import training_arguments
     from dpllm.training.preflight import to_plan
 
-    arguments, batch = training_arguments(to_plan(loaded.train)), loaded.privacy.expected_batch_size
+    arguments, batch = training_arguments(to_plan(loaded.train)), loaded.privacy.expected_batch_size or LARGEST_BATCH
     one_unit = loaded.privacy.gradients == "per_unit"
     slow = [] if one_unit else row_by_row_modules(loaded.model)
     try:

@@ -18,8 +18,8 @@ from dpllm.config.values import between, integer
 
 if TYPE_CHECKING:
     from dpllm.planning.rehearsal import Rehearsal
-    from dpllm.planning.suggest import Setting, Suggestion
-    from dpllm.planning.suggested import Suggested
+    from dpllm.training.settings import Setting, Suggestion
+    from dpllm.training.suggested_run import Suggested
 
 SUGGESTION_FILE = "suggestion.yaml"
 CHECKED = "compared with the private records: the public text has none of them beyond the declared number"
@@ -114,9 +114,9 @@ def run_suggest(path: Path, recipe: Recipe, options: SuggestOptions, as_json: bo
     from dpllm.config.recipe import refuse_trainer
     from dpllm.models.starting_point import refuse_private_start
     from dpllm.planning.public_text import public_section
-    from dpllm.planning.suggested import suggested_run
-    from dpllm.planning.weight_size import size_of_model
     from dpllm.training.preflight import check_recipe
+    from dpllm.training.suggested_run import suggested_run
+    from dpllm.training.weight_size import size_of_model
 
     options.check()
     if options.rehearses:
@@ -184,9 +184,9 @@ def _rehearse(run: Suggested, section: Any, options: SuggestOptions) -> tuple[Su
     """Rehearse, with a progress bar on the error stream; the private records are not opened."""
     from dpllm.planning.public_text import load_material
     from dpllm.planning.rehearsal import Steps, rehearse, shorten
-    from dpllm.planning.suggest import Setting
-    from dpllm.planning.suggested import RATE
     from dpllm.training.save_rehearsal import quiet
+    from dpllm.training.settings import Setting
+    from dpllm.training.suggested_run import RATE
 
     with tempfile.TemporaryDirectory(prefix="dpllm-rehearsal-") as name, _bars() as bar:
         folder = Path(name)
@@ -282,7 +282,7 @@ def _show(
     checked: str | None,
     file: Path | None,
 ) -> None:
-    from dpllm.planning.suggest import flow
+    from dpllm.training.settings import flow
 
     if rehearsal is not None:
         _show_trials(rehearsal)

@@ -47,7 +47,12 @@ def train(
     launch = choose(read, config, processes)
     say(launch.words)
     if launch.config is not None:
-        raise typer.Exit(attend(launch.command(recipe, overrides or ()), launch.environment))
+        from dpllm.training.proposals import proposals  # here once, and not in each process
+
+        found = [setting.override for setting in proposals(recipe, overrides or (), download=True)]
+        for one in found:
+            say(f"proposed: {one}")
+        raise typer.Exit(attend(launch.command(recipe, [*(overrides or ()), *found]), launch.environment))
     from dpllm.training.finetune import carry_out
 
     carry_out(recipe, overrides or ())

@@ -1,6 +1,6 @@
 """A learning rate that was computed for another plan: `dpllm plan` names the rate of the rule for the plan at hand.
 
-Place in the flow: after the recipe is read. The rule is 0.3 rms(W) / √T · r (`dpllm.planning.suggest`). An override of
+Place in the flow: after the recipe is read. The rule is 0.3 rms(W) / √T · r (`dpllm.training.settings`). An override of
 the number of steps or of the noise changes it, and the rate of the recipe stays. r, the noise of a step over that of
 independent noise, follows from the whole plan: with bands and fewer steps the rule's rate may even fall. Nothing here
 concerns ε.
@@ -53,8 +53,8 @@ def computed_rate(recipe: Recipe, plan: PrivacyPlan, rule: UpdateRule, predicted
         rule: its optimizer and schedule.
         predicted: the noise of its steps; None: the noise is independent.
     """
-    from dpllm.planning.suggest import starting_rate
-    from dpllm.planning.weight_size import size_of_model
+    from dpllm.training.settings import starting_rate
+    from dpllm.training.weight_size import size_of_model
 
     staged, own = recipe.public_pretrain is not None, recipe.train.get("trainer") is not None
     if staged or own or recipe.model.name is None or plan.noise_multiplier == 0 or not rule.divides:

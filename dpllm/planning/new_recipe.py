@@ -1,6 +1,6 @@
 """A new recipe for a person's own records: every setting with its reason, from public numbers and their own choices.
 
-Place in the flow: `dpllm init`. The rules are those of `dpllm.privacy.defaults` and `dpllm.planning.suggested`.
+Place in the flow: `dpllm init`. The rules are those of `dpllm.privacy.defaults` and `dpllm.training.suggested_run`.
 
 Guarantee: of the private records, only facts that a guarantee treats as public enter a setting: N, and the names and
 kinds of the columns. The lengths of texts and the number of rows of a user are private. They are measured for the
@@ -29,11 +29,11 @@ from dpllm.data.units import UnitIndex
 from dpllm.models.local_model import ModelAtHand
 from dpllm.models.starting_point import refuse_private_start
 from dpllm.planning.recipe_text import recipe_text
-from dpllm.planning.suggest import Setting
-from dpllm.planning.suggested import suggested_run
-from dpllm.planning.weight_size import WeightSize, size_of_model
 from dpllm.privacy import defaults
 from dpllm.privacy.plan import PrivacyPlan
+from dpllm.training.settings import Setting
+from dpllm.training.suggested_run import suggested_run
+from dpllm.training.weight_size import WeightSize, size_of_model
 
 _LOOKED_AT = 500  # records whose lengths are estimated
 _CHARACTERS_OF_A_TOKEN = 4

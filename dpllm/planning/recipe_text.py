@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dpllm.config.yaml12 import write_yaml
-from dpllm.planning.suggest import Setting, flow
+from dpllm.training.settings import Setting, flow
 
 _WIDTH = 110
 

@@ -1,8 +1,8 @@
 """Rehearse a run: short trainings with the plan's noise on public text, which compare learning rates without any ε.
 
-`dpllm plan suggest --rehearse` does this before the private run. The private records are neither read nor needed: the rehearsal
-has its own plan, for the public rows, in a folder that is deleted. Each training is done by `dpllm.DPTrainer`, so it
-takes the product's own steps: clipping, noise, schedule and average.
+`dpllm plan suggest --rehearse` does this before the private run. The private records are neither read nor needed: the
+rehearsal has its own plan, for the public rows, in a folder that is deleted. Each training is done by
+`dpllm.DPTrainer`, so it takes the product's own steps: clipping, noise, schedule and average.
 
 What equals the plan and what is shorter:
 
@@ -34,12 +34,12 @@ from dpllm.engines.finite import NonfiniteError
 from dpllm.models.load import prepare_model
 from dpllm.planning.public_text import QUIET, Material
 from dpllm.planning.rate_scaling import rate_factor
-from dpllm.planning.suggest import two_digits
-from dpllm.planning.suggested import Suggested
 from dpllm.training.arguments import training_arguments
 from dpllm.training.evaluation import measure
 from dpllm.training.preflight import PLAIN
 from dpllm.training.save_rehearsal import quiet
+from dpllm.training.settings import two_digits
+from dpllm.training.suggested_run import Suggested
 from dpllm.training.trainer import DPTrainer
 from dpllm.training.workload import UpdateRule
 

@@ -1,6 +1,6 @@
 """Rules of thumb for the settings of a run, from public numbers only: N, ε, δ, and the kind of the trained weights.
 
-A recipe that leaves out its batch size, steps or learning rate gets them from these rules (`dpllm.planning.proposals`),
+A recipe that leaves out its batch size, steps or learning rate gets them from these rules (`dpllm.training.proposals`),
 `dpllm init` writes them into a new recipe, and `dpllm plan suggest` compares them with the values of a recipe. No rule
 reads a record. Each rule returns the value and its reason with its source; where nothing was measured, the reason says
 so.

@@ -72,6 +72,7 @@ from dpllm.training.held_out import HeldOut, HeldOutRows
 from dpllm.training.ledger_notes import OWN_TOKENIZER, PrivateSources
 from dpllm.training.pair_losses import HeldOutPairs
 from dpllm.training.preflight import PLAIN, check_recipe
+from dpllm.training.proposals import proposals
 from dpllm.training.public_stage import start_in, train_on_public_text
 from dpllm.training.resume import RunCompletedError, begin_in, cut_short, steps_words, to_go_on
 from dpllm.training.screen import Phases
@@ -124,7 +125,11 @@ def carry_out(recipe: str | Path, overrides: Sequence[str]) -> None:
         console.quiet = process_number("RANK") > 0
         use_all_cores()
         find_deepspeed_config(shipped_root())
-        code, together = run(load_recipe(recipe, overrides)), True
+        found = proposals(recipe, overrides, download=True)
+        for setting in found:
+            console.print(f"proposed: {setting.override}", markup=False)
+        whole = load_recipe(recipe, [*overrides, *(setting.override for setting in found)])
+        code, together = run(whole), True
     except RunCompletedError as done:
         console.print(str(done), markup=False)
         code, together = 0, True

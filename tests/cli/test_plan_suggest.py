@@ -15,7 +15,7 @@ from dpllm.config.yaml12 import read_yaml
 from dpllm.planning import public_text, rehearsal
 from dpllm.planning.public_text import Material
 from dpllm.planning.rehearsal import Rehearsal, Trial
-from dpllm.planning.weight_size import WeightSize
+from dpllm.training.weight_size import WeightSize
 from tests.cli.test_cli import as_json, refuse, run
 from tests.small_model import save_small_model
 from tests.tiers import deep_case

@@ -9,8 +9,8 @@ import pytest
 
 from dpllm.config import load_recipe
 from dpllm.planning.learning_rate import rate_words, stale_rate
-from dpllm.planning.suggest import starting_rate
-from dpllm.planning.weight_size import size_of_model
+from dpllm.training.settings import starting_rate
+from dpllm.training.weight_size import size_of_model
 from tests.cli.test_cli import as_json, run
 from tests.small_model import WORDS, save_small_model
 

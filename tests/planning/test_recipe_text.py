@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dpllm.config.yaml12 import read_yaml
 from dpllm.planning.recipe_text import recipe_text
-from dpllm.planning.suggest import Setting
+from dpllm.training.settings import Setting
 
 
 def test_the_text_is_read_as_the_values_that_were_written():

@@ -17,8 +17,8 @@ from dpllm.data.units import UnitIndex
 from dpllm.planning import rehearsal
 from dpllm.planning.public_text import load_material, public_section, refuse_private_records
 from dpllm.planning.rehearsal import Rehearsal, Shortened, rehearse, shorten
-from dpllm.planning.suggested import Suggested, suggested_run
 from dpllm.privacy.budget import read_budget
+from dpllm.training.suggested_run import Suggested, suggested_run
 from dpllm.training.trainer import DPTrainer
 from tests.cli.test_cli import run as command
 from tests.mutations import kills

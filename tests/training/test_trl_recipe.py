@@ -149,7 +149,7 @@ def test_programs_that_make_rows_themselves_refuse_such_a_recipe(tmp_path):
         refuse_trainer(made, "dpllm methods tune")
     from dpllm.audit.gradient_recipe import audit_recipe
     from dpllm.audit.prepare import prepare as prepare_audit
-    from dpllm.planning.suggested import suggested_run
+    from dpllm.training.suggested_run import suggested_run
 
     for refuses in (
         lambda: audit_recipe(made, None),
@@ -164,7 +164,7 @@ def test_programs_that_make_rows_themselves_refuse_such_a_recipe(tmp_path):
 
 def test_settings_are_suggested_for_supervised_fine_tuning(tmp_path):
     """They follow from N, T and the model; its loss is a mean over tokens, as in the measurements."""
-    from dpllm.planning.suggested import suggested_run
+    from dpllm.training.suggested_run import suggested_run
 
     run = suggested_run(recipe(tmp_path, "sft"), UnitIndex.one_row_per_unit(400))
     assert {"train.average", "privacy.noise", "privacy.clip_norm"} <= {item.key for item in run.settings}

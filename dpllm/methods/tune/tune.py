@@ -47,6 +47,7 @@ from dpllm.report.publishing import files_to_publish
 from dpllm.report.verify import verify
 from dpllm.training.arguments import plan_for, training_arguments
 from dpllm.training.preflight import check_recipe, to_plan
+from dpllm.training.proposals import proposals
 
 _PARTIAL = f"{RELEASED_FOLDER}.partial"
 Runner = Callable[[Path, Path], int]
@@ -114,6 +115,7 @@ def prepare(recipe_path: Path, overrides: Sequence[str], search: Search) -> Tuni
     Raises:
         ConfigError: no tuning of this recipe is accounted for, or a candidate cannot be trained.
     """
+    overrides = [*overrides, *(setting.override for setting in proposals(recipe_path, overrides))]
     plain = load_recipe(recipe_path, overrides)
     _check(plain)
     selection = json.dumps({"kind": search.selection.kind, "mean": search.selection.mean})

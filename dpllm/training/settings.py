@@ -1,6 +1,6 @@
 """The settings of a private run that `dpllm plan suggest` gives, with a reason for each: a point to start from.
 
-Place in the flow: filled by `dpllm.planning.suggested` from the plan and the model's weights, and corrected by a
+Place in the flow: filled by `dpllm.training.suggested_run` from the plan and the model's weights, and corrected by a
 rehearsal on public text (`dpllm.planning.rehearsal`). Nothing here depends on private records: of the private data,
 only the public number of units enters.
 

@@ -18,10 +18,10 @@ from dpllm.config.recipe import read_raw
 from dpllm.data.rows import load_train_and_eval, unit_index_of
 from dpllm.data.units import UnitIndex
 from dpllm.models.starting_point import refuse_private_start
-from dpllm.planning.suggest import Setting
-from dpllm.planning.suggested import RATE, suggested_run
-from dpllm.planning.weight_size import WeightSize, size_of_model
 from dpllm.privacy import defaults
+from dpllm.training.settings import Setting
+from dpllm.training.suggested_run import RATE, suggested_run
+from dpllm.training.weight_size import WeightSize, size_of_model
 
 _BATCH, _STEPS = "privacy.expected_batch_size", "train.max_steps"
 _GOES_WITH_THE_RATE = ("privacy.noise", "train.average", "train.warmup_steps")

@@ -1,4 +1,4 @@
-"""Tests of dpllm.planning.weight_size: the size of trained weights from files equals that of the loaded model."""
+"""Tests of dpllm.training.weight_size: the size of trained weights from files equals that of the loaded model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 from dpllm.config import ConfigError, ModelConfig
 from dpllm.models.load import load_model, load_tokenizer
 from dpllm.planning import weight_size
-from dpllm.planning.weight_size import size_of_model, size_of_parameters
+from dpllm.training.weight_size import size_of_model, size_of_parameters
 from tests.small_model import save_small_model
 
 

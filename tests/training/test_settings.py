@@ -1,4 +1,4 @@
-"""Tests of dpllm.planning.suggest: the rule of thumb, and suggestions as overrides and as a file."""
+"""Tests of dpllm.training.settings: the rule of thumb, and suggestions as overrides and as a file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from dpllm.config.yaml12 import read_yaml
-from dpllm.planning.suggest import Setting, Suggestion, flow, starting_rate
+from dpllm.training.settings import Setting, Suggestion, flow, starting_rate
 
 
 def test_the_rule_gives_the_rates_that_were_measured_best_for_a_small_model():

@@ -1,4 +1,4 @@
-"""Tests of dpllm.planning.suggested: the settings that a recipe gets, from public numbers only."""
+"""Tests of dpllm.training.suggested_run: the settings that a recipe gets, from public numbers only."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 
 from dpllm.config import ConfigError, Recipe, load_recipe
 from dpllm.data.units import UnitIndex
-from dpllm.planning.suggest import Setting
-from dpllm.planning.suggested import RATE, Suggested, suggested_run
-from dpllm.planning.weight_size import WeightSize
 from dpllm.training.arguments import plan_for, training_arguments
 from dpllm.training.preflight import PLAIN
+from dpllm.training.settings import Setting
+from dpllm.training.suggested_run import RATE, Suggested, suggested_run
+from dpllm.training.weight_size import WeightSize
 
 RECIPE = """
 model: {config: {model_type: gpt2}}

@@ -21,7 +21,12 @@ from dpllm.mechanism.blt import BltNoise
 from dpllm.mechanism.noise import IndependentNoise
 from dpllm.mechanism.parts import Noise, Spec
 from dpllm.mechanism.workload import Workload
-from dpllm.planning.suggest import (
+from dpllm.privacy import defaults
+from dpllm.privacy.noise_choice import Prediction, predicted_noise, prediction
+from dpllm.privacy.plan import PrivacyPlan
+from dpllm.training.arguments import num_private_steps, plan_for, training_arguments
+from dpllm.training.preflight import to_plan
+from dpllm.training.settings import (
     WARM_UP_SHARE,
     Setting,
     Suggestion,
@@ -29,12 +34,7 @@ from dpllm.planning.suggest import (
     rate_reason,
     starting_rate,
 )
-from dpllm.planning.weight_size import WeightSize
-from dpllm.privacy import defaults
-from dpllm.privacy.noise_choice import Prediction, predicted_noise, prediction
-from dpllm.privacy.plan import PrivacyPlan
-from dpllm.training.arguments import num_private_steps, plan_for, training_arguments
-from dpllm.training.preflight import to_plan
+from dpllm.training.weight_size import WeightSize
 from dpllm.training.workload import UpdateRule
 
 _ADAMW = {"optim": "adamw_torch", "adam_beta1": 0.9, "adam_beta2": 0.999, "weight_decay": 0.0}

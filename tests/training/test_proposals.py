@@ -1,4 +1,4 @@
-"""Tests of dpllm.planning.proposals: what a recipe leaves out follows from public numbers, and what it names stays."""
+"""Tests of dpllm.training.proposals: what a recipe leaves out follows from public numbers, and what it names stays."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from transformers import LlamaForCausalLM, TrainingArguments
 
 import dpllm
 from dpllm.config import ConfigError, load_recipe
-from dpllm.planning.proposals import complete_recipe, proposals
 from dpllm.privacy import defaults
+from dpllm.training.proposals import complete_recipe, proposals
 from tests.conftest import tiny_llama_config
 from tests.mutations import kills
 
@@ -45,7 +45,7 @@ def values(path: str, *overrides: str) -> dict[str, object]:
 
 @kills(
     "batch and steps of a recipe that leaves them out are those of another number of units",
-    "dpllm/planning/proposals.py",
+    "dpllm/training/proposals.py",
     "else units.num_units",
     "else 2 * units.num_units",
 )
