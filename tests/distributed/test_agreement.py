@@ -159,7 +159,7 @@ def test_ranks_that_disagree_stop_before_the_first_step(seen, what, text):
         ("plain", "EngineError", ("2 processes run, but the model (Sequential)", "accelerator.prepare()")),
         ("comm hook", "EngineError", ("communication hook", "ddp_comm_hook: no")),
         ("fsdp1", "EngineError", ("FSDP version 1", "fsdp_version: 2")),
-        ("adapter outside", "EngineError", ("adapter is not sharded like the rest", "before the model is sharded")),
+        ("adapter outside", "EngineError", ("adapter is not sharded like the rest", "before sharding the model")),
         ("clipper on ddp", "GhostError", ("DistributedDataParallel reduces unclipped", "model.module")),
     ],
 )

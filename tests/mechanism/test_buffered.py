@@ -134,7 +134,7 @@ def test_the_conditions_are_needed(numbers):
     [
         ((), (), "noise.decays must be a list of 1 to 4 numbers"),
         ((0.1,) * 5, (0.1,) * 5, "noise.decays must be a list of 1 to 4 numbers"),
-        ((0.5, 0.4), (0.1,), "noise has 2 decays and 1 weights"),
+        ((0.5, 0.4), (0.1,), "noise has 2 decays but 1 weights"),
         ((1.0,), (0.1,), "noise.decays must be at least 0 and below 1"),
         ((-0.1,), (0.1,), "noise.decays must be at least 0 and below 1"),
         ((0.5,), (-1e-9,), "noise.weights must be at least 0"),

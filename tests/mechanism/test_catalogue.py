@@ -55,7 +55,7 @@ def test_unknown_events_are_refused():
     """A ledger of a later version, or a forged one."""
     with pytest.raises(ValueError, match="event kind 'later"):
         from_fields({"event": "later"})
-    with pytest.raises(ValueError, match="event None"):
+    with pytest.raises(ValueError, match="kind None"):
         from_fields({"sampling_rate": 0.1, "noise_multiplier": 1.0})
 
 

@@ -270,7 +270,7 @@ def test_a_stream_is_not_copied_or_saved():
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"total": torch.zeros(40, dtype=torch.float64)}, r"float64.*and had 40 entries .*float32"),
+        ({"total": torch.zeros(40, dtype=torch.float64)}, r"float64.*but had 40 entries .*float32"),
         ({"rank": 0, "size": 2}, "process 0 of 2"),
     ],
 )

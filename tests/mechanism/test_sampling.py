@@ -181,5 +181,5 @@ def test_only_a_fixed_batch_is_the_largest_batch():
 @pytest.mark.parametrize("batch_size", [0, 10])
 def test_a_batch_that_is_empty_or_has_a_unit_twice_is_refused(batch_size):
     """More than all units would visit one twice in a step."""
-    with pytest.raises(ValueError, match="most 9"):
+    with pytest.raises(ValueError, match="1 to 9 units"):
         FixedOrderSampler(9, batch_size)

@@ -94,10 +94,10 @@ def test_a_run_without_a_learning_rate_has_the_prefix_sums(rates):
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: Workload.released([]), "at least one"),
+        (lambda: Workload.released([]), "rates must"),
         (lambda: Workload.released([1.0, -1.0]), "finite and at least 0"),
         (lambda: Workload.released([1.0], 1.0), "momentum must be at least 0 and below 1, got 1.0"),
-        (lambda: Workload.released([1.0], averaging=[1.0, 0.0]), "for each of 1 steps"),
+        (lambda: Workload.released([1.0], averaging=[1.0, 0.0]), "for each of the 1 steps"),
         (lambda: Workload.released([1.0], averaging=[-1.0]), "share of at least 0"),
         (lambda: Workload((1.0, 0.5), over_time=True), "Workload.prefix_sums"),
     ],

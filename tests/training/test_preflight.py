@@ -81,7 +81,7 @@ BAD_OPTIONS = [
     (["public_pretrain.train.eval_strategy=epoch"], r"public_pretrain\.train\.eval_strategy=epoch evaluates"),
     (
         ["privacy.clipping={kind: groups, parameters: {heads: '*lm_head*', rest: '*'}}"],
-        "no trainable parameter is in the group heads",
+        "the group heads contains no trainable parameter",
     ),
     (
         ["privacy.clipping={kind: groups, parameters: {down: '*lora_A*'}}"],
