@@ -297,7 +297,7 @@ def test_what_people_know_is_noted(folder: Path) -> None:
     asked = "Not filled in: Who holds the raw data?"
     assert asked in values["open_points"] and not (folder / "privacy_report.html").exists()
     opened = "".join(f"- {point}\n" for point in values["open_points"])
-    head = "The privacy report has open points, and each is a reason not to release yet:"
+    head = "The privacy report has open points. Each one is a reason not to release yet:"
     (folder / "README.md").write_text(f"# A model\n\n{head}\n\n{opened}\n## Privacy\n")
     noted = as_json(["report", str(folder), "--data-holder", "the clinic", "--other-uses", "none"])
     assert noted["setting"]["data_holder"] == "the clinic" and noted["definition"]["other_uses_of_the_data"] == "none"

@@ -583,7 +583,7 @@ def test_a_damaged_report_is_told_before_anything_is_settled(tmp_path: Path, pat
     (folder / JSON_FILE).write_text("{")
     ledger = (folder / "privacy_ledger.jsonl").read_bytes()
     result = CliRunner().invoke(app, ["budget", "settle", str(path), str(folder), "--independent"])
-    assert result.exit_code == 2 and "is not a whole privacy report" in result.output
+    assert result.exit_code == 2 and "is not a complete privacy report" in result.output
     assert (folder / "privacy_ledger.jsonl").read_bytes() == ledger
     assert read_budget(path).entries[0].num_steps == 50
 

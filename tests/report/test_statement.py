@@ -315,7 +315,7 @@ def test_crash_and_resume_are_charged(tmp_path: Path) -> None:
     assert report.statement.epsilon == plan.epsilon and report.checkable.ended == "completed"
     assert report.checkable.torn_lines == (6,)
     assert "of 2 starts of the run" in render_markdown(report) and "was resumed once" in report.front.when
-    assert "steps torn by a crash are charged: 1" in render_markdown(report)
+    assert "steps that a crash cut off are charged: 1" in render_markdown(report)
 
 
 def test_the_unit_is_not_everybody_its_text_names(tmp_path: Path) -> None:
@@ -323,7 +323,7 @@ def test_the_unit_is_not_everybody_its_text_names(tmp_path: Path) -> None:
     for change in ({}, {"unit": "sender", "max_rows_per_unit": 4}):
         folder = tmp_path / str(len(change))
         folder.mkdir()
-        assert "Other people whom a unit's text names are not that unit" in report_of(folder, **change).definition.unit
+        assert "Other people who are mentioned in a unit's text are not" in report_of(folder, **change).definition.unit
     report = run_of(tmp_path, rows_drawn())
     assert "the exact number of rows to draw from" in report.definition.public[0]
 
@@ -361,7 +361,7 @@ def test_data_set_budget_and_steps(tmp_path: Path) -> None:
         "charged": 20,
         "stated": 20,
         "torn_by_a_crash": 0,
-        "words": "50 steps were asked for, and the target ε = 0.5 allows 20; 20 of 20 planned steps were taken; the "
+        "words": "50 steps were requested, and the target ε = 0.5 allows 20; 20 of 20 planned steps were taken; the "
         "run ended: completed",
     }
     page = render_markdown(report)
@@ -386,7 +386,7 @@ def test_zcdp(tmp_path: Path) -> None:
 def test_an_audit_that_refutes_the_claim_is_a_reason_not_to_release(tmp_path: Path) -> None:
     """The report says so first among its open points; an audit that is consistent leaves none."""
     refuted = report_of(tmp_path, ReleaseNotes(audit="FAIL: 1,000 canaries: ε is at least 9"))
-    assert "An audit of this model refutes the claim. Do not release it (see below)." in refuted.open_points
+    assert "An audit of this model refutes the guarantee. Do not release it (see below)." in refuted.open_points
     (tmp_path / "privacy_ledger.jsonl").unlink()
     fine = report_of(tmp_path, ReleaseNotes(audit="consistent, not proof: ε is at least 0.3"))
     assert not [point for point in fine.open_points if "audit" in point.lower()]
@@ -469,7 +469,7 @@ def test_facts_and_open_points_of_the_ledger_are_in_every_form(tmp_path: Path) -
     assert "--settle" in report["how_to_clear"][report["open_points"].index(point)]
     for name in ("privacy_report.md", "privacy_report.html"):
         text = (tmp_path / name).read_text()
-        assert "Facts of the run" in text and "2.5e-06, then 3e-06" in text and point in text
+        assert "Facts about the run" in text and "2.5e-06, then 3e-06" in text and point in text
     assert verify(tmp_path).ok
     edited = (tmp_path / "privacy_report.json").read_text().replace("3e-06", "3e-07")
     (tmp_path / "privacy_report.json").write_text(edited)
@@ -480,10 +480,10 @@ def test_facts_and_open_points_of_the_ledger_are_in_every_form(tmp_path: Path) -
     ("notes", "words"),
     [
         ({"audience": 5}, r"the note audience must be a text, got 5 \(int\)"),
-        ({"data_holder": "…"}, "the note data_holder is '…', which stands for words of yours"),
-        ({"trained_by": "name and role"}, "the note trained_by is 'name and role', which stands for words of yours"),
-        ({"utility": {"perplexity": float("nan")}}, "utility must hold texts and finite numbers"),
-        ({"utility": {"perplexity": {1}}}, "utility must hold texts and finite numbers"),
+        ({"data_holder": "…"}, "the note data_holder is '…'"),
+        ({"trained_by": "name and role"}, "the note trained_by is 'name and role'"),
+        ({"utility": {"perplexity": float("nan")}}, "utility must contain only"),
+        ({"utility": {"perplexity": {1}}}, "utility must contain only"),
     ],
 )
 def test_a_note_that_no_report_can_hold_is_refused_when_it_is_made(notes: dict[str, Any], words: str) -> None:

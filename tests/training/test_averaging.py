@@ -138,7 +138,7 @@ def test_a_run_resumed_in_mid_run_continues_the_average(tmp_path):
     for name, saved in load_file(checkpoint / "model.safetensors").items():
         if name in first.after[-1]:
             assert torch.equal(saved.double(), first.after[-1][name])
-    assert "the average beside" in (checkpoint / "README.md").read_text()
+    assert "averaged weights next to" in (checkpoint / "README.md").read_text()
     run = trainer(tmp_path, args=arguments(tmp_path, **args), average=EMA, callbacks=[second])
     run.train(resume_from_checkpoint=True)
     assert run.averaging.count == 4
