@@ -198,7 +198,7 @@ def _guarantee(guarantee: Guarantee, words: RunWords) -> str:
     return (
         f"{words.subject} satisfies (ε, δ)-differential privacy with ε = {up(guarantee.epsilon)} and δ = {delta} "
         f"for every single {unit}. Whatever is released{words.of_what} would have been almost as likely had any "
-        f"one {unit} {changes[guarantee.adjacency]}: the probability of any outcome changes at most by the factor "
+        f"one {unit} {changes[guarantee.adjacency]}. The probability of any outcome changes at most by the factor "
         f"{factor_words(guarantee.epsilon)}, plus {delta}. Had any one {unit} {changes[other]} ({other} adjacency), "
         f"{value} at the same δ."
     )

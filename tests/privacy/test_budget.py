@@ -471,7 +471,7 @@ def test_impossible_budget_is_refused(tmp_path: Path, change: dict[str, Any], ma
 
 def test_budget_is_never_overwritten(path: Path, tmp_path: Path) -> None:
     """Making a budget where there is one, or where there is no folder, is an error."""
-    with pytest.raises(BudgetError, match="holds the ε"):
+    with pytest.raises(BudgetError, match="records the ε"):
         create_budget(path, **HEAD)
     with pytest.raises(BudgetError, match="directory"):
         create_budget(tmp_path / "nowhere" / "b.json", **HEAD)

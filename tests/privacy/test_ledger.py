@@ -187,7 +187,7 @@ def test_damage_is_found_with_its_line(path: Path, damage: Callable[[bytes], byt
     write(path, 5)
     path.write_bytes(damage(path.read_bytes()))
     for use in (lambda: read_ledger(path), lambda: Ledger.open(path, PLAN)):
-        with pytest.raises(LedgerError, match=f"line {line}: .*ε cannot be stated"):
+        with pytest.raises(LedgerError, match=f"line {line}: .*ε cannot be computed"):
             use()
 
 

@@ -129,7 +129,7 @@ def test_more_steps_than_planned_is_an_open_point(report: PrivacyReport) -> None
 def test_accountants_that_disagree_are_named(other: Any, ours: Any) -> None:
     """More than 1 % between another accountant and ours, in either direction, is never passed over."""
     [line] = disagreements(check(other, ours))
-    assert line.startswith("The two accountants disagree: PLD says")
+    assert line.startswith("The two accountants disagree: PLD computes")
 
 
 @pytest.mark.parametrize(("other", "ours"), [(5.04, 5.0), ("inf", "inf"), (None, None), (0.0807, 0.0795)])

@@ -80,7 +80,7 @@ def test_the_first_screen_of_a_finished_run(tmp_path: Path) -> None:
     front = report.front
     assert "based on org/base" in front.what and "1,000 private records" in front.what and "the clinic" in front.who
     assert "δ = 1 in 3.3 million" in front.numbers and "strong" in front.numbers
-    assert front.not_covered.startswith("ε is about this run") and str(len(report.open_points)) in front.to_do
+    assert front.not_covered.startswith("ε covers this run") and str(len(report.open_points)) in front.to_do
     assert front.alert == f"{len(report.open_points)} points are open: do not release the model yet."
     for page in (render_markdown(report), render_html(report, draw_figures(report))):
         assert page.index(front.alert) < page.index("Model and data"), "nobody has to scroll for it"
@@ -122,7 +122,7 @@ def test_a_run_that_was_resumed_and_stopped(tmp_path: Path) -> None:
     assert "was resumed 2 times, the last time on " in when
     assert "and took 7 of 12 planned steps. It ended early (interrupted)." in when
     (tmp_path / "privacy_ledger.jsonl").unlink()
-    assert report_of(tmp_path, starts=(7,)).front.numbers.endswith(" ε is that of 12 steps, as planned.")
+    assert report_of(tmp_path, starts=(7,)).front.numbers.endswith(" This is the ε of 12 steps, as planned.")
     assert report_of_unended(tmp_path / "running").front.when.endswith("It has not ended, or it crashed.")
 
 

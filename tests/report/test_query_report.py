@@ -75,7 +75,7 @@ def test_a_finished_run_verifies_and_says_what_it_released(folder: Path) -> None
     for words in (
         method.what,
         "a figure on private rows | 2",
-        "votes: charged, of those planned | 4 of 4",
+        "votes: charged, out of planned | 4 of 4",
         "clip | 0.5",
         *method.released,
         method.not_covered[0][0],
@@ -133,7 +133,8 @@ def test_a_ledger_restored_from_an_older_copy_is_found(folder: Path) -> None:
     "            if False:",
 )
 @pytest.mark.parametrize(
-    ("edit", "words"), [(_more, "is charged 9 times, and the plan has 4"), (_other_event, "an event that the plan")]
+    ("edit", "words"),
+    [(_more, "is charged 9 times, but the plan allows 4"), (_other_event, "an event that is not in the plan")],
 )
 def test_no_report_is_made_of_answers_that_the_plan_does_not_allow(folder: Path, edit, words: str) -> None:
     """More answers than planned, or others: ε of the plan would be too small for them."""

@@ -162,7 +162,7 @@ def test_steps_cut_off_at_the_end(run: Path, monkeypatch: pytest.MonkeyPatch) ->
     found = failed(verify(run))
     assert "the ledger is there and its lines are chained" not in found
     counted = found["the ledger holds the steps that the report counts"]
-    assert f"the report counts {NUM_STEPS} steps, the ledger 4: lines were cut off its end" in counted
+    assert f"the report counts {NUM_STEPS} steps, the ledger 4: lines were cut off at its end" in counted
     differing = found[f"{JSON_FILE} says what plan and ledger say"]
     assert "accounting.parameters.num_steps_charged is 6 and should be 4" in differing
     assert all("the ledger does not name it" in found[page] for page in PAGES.values())
@@ -242,7 +242,7 @@ def test_another_plan(run: Path) -> None:
     plan_of(noise_multiplier=9.0).save(run / PLAN_FILE)
     found = failed(verify(run))
     assert "it was written under" in found["the ledger is of this plan"]
-    assert found["each step in the ledger is the plan's"] == "6 steps have other numbers than the plan"
+    assert found["each step in the ledger is the plan's"] == "6 steps have different numbers from the plan"
     assert "written under a different plan" in found["the report can be computed again"]
 
 
@@ -256,8 +256,8 @@ def test_edited_plan(run: Path) -> None:
     ("pattern", "by", "where"),
     [
         (r"  epsilon: 0\.\d+", "  epsilon: 0.0001", "differential_privacy.epsilon is 0.0001 and should be"),
-        (r"\Z", "\nIt satisfies ε = 0.01.\n", "another claim: ε = 0.01"),
-        (r"---\n", "---\nepsilon: 0.01\n", "another claim: epsilon: 0.01"),
+        (r"\Z", "\nIt satisfies ε = 0.01.\n", "a different claim:  ε = 0.01"),
+        (r"---\n", "---\nepsilon: 0.01\n", "a different claim:  epsilon: 0.01"),
         (r"with ε = 0\.\d+", "with ε = 0.0001", "its text lacks"),
         (r"(?s)## Not covered by .*?(?=\n## )", "", "Not covered"),
         (r"(?s)(## Not covered by .*?)(?=\n## )", r"<!-- \1 -->", "Not covered"),
@@ -324,7 +324,7 @@ def test_a_card_where_dpllm_wrote_none(tmp_path: Path) -> None:
     (check,) = [check for check in verify(tmp_path).checks if check.what == CARD]
     assert verify(tmp_path).ok and check.passed is None
     (tmp_path / "README.md").write_text("# A model\n\nIt has ε = 0.01.\n")
-    assert "another claim: ε = 0.01" in failed(verify(tmp_path))[CARD]
+    assert "a different claim:  ε = 0.01" in failed(verify(tmp_path))[CARD]
     (tmp_path / "README.md").write_text("---\ndifferential_privacy: {epsilon: 0.01}\n---\n# A model\n")
     assert "differential_privacy.epsilon is 0.01" in failed(verify(tmp_path))[CARD]
 
@@ -403,7 +403,7 @@ def test_a_report_of_another_version_is_named_and_its_numbers_are_computed_again
     assert failed(result) == {}
     (check,) = [check for check in result.checks if check.what == VERSION]
     assert check.result == "not checked"
-    assert f"made by another version: report 0.2.dev7+gabc (commit {OTHER['commit']})" in check.detail
+    assert f"written by a different version: report 0.2.dev7+gabc (commit {OTHER['commit']})" in check.detail
     assert f"you run {version_words(*code_version())}" in check.detail
     rewrite_epsilon = {"statement": {"epsilon": 0.01}}
     report = json.loads((run / JSON_FILE).read_text(encoding="utf-8"))
@@ -700,7 +700,7 @@ def test_a_verdict_that_was_turned_round(released: Path) -> None:
     plan = PrivacyPlan.load(released / PLAN_FILE)
     report = write_report(released, plan, read_ledger(released / LEDGER_FILE), notes)
     assert (report.strength.audit or "").startswith("FAIL")
-    assert any("refutes the claim" in point for point in report.open_points)
+    assert any("refutes the guarantee" in point for point in report.open_points)
     edit(released / JSON_FILE, r'"audit": "FAIL', '"audit": "consistent')
     assert "strength.audit" in failed(verify(released))[f"{JSON_FILE} says what plan and ledger say"]
 

@@ -339,7 +339,7 @@ def test_the_average_of_another_run_is_refused(tmp_path):
     second.train()
     kept = {name: value.clone() for name, value in second.averaging._values.items()}
     begin_again(second.averaging)
-    with pytest.raises(LedgerError, match=r"The average in .*first.* belongs to another ledger than .*second"):
+    with pytest.raises(LedgerError, match=r"The average in .*first.* does not belong to .*second"):
         second.averaging.load(tmp_path / "first" / "checkpoint-4")
     assert all(torch.equal(second.averaging._values[name], value) for name, value in kept.items())
 
