@@ -374,7 +374,7 @@ class TestText:
             # Two large ids would become one beside a fraction.
             (
                 ['{"text": "x", "id": 9007199254740993}', '{"text": "y", "id": 0.5}'],
-                r"column 'id' mixes fractions and whole numbers above 2\^53",
+                r"column 'id' mixes floats and whole numbers above 2\^53",
             ),
         ],
     )

@@ -338,7 +338,7 @@ class TestClassification:
         assert isinstance(records.features["label"], datasets.ClassLabel) and num_labels_of(records, wanted) is None
         declared = replace(wanted, class_names=["bad", "fair", "good"])
         assert num_labels_of(load_records(declared), declared) == 3
-        with pytest.raises(DataError, match="order or under"):
+        with pytest.raises(DataError, match="differ in order or names"):
             load_records(replace(wanted, class_names=["good", "fair", "bad"]))
 
     @pytest.mark.parametrize(
@@ -583,7 +583,7 @@ class TestNotes:
         records, rows = self.rows(tmp_path, tokenizer, texts)
         notes = self.note(tmp_path, records, rows, unit="user", unit_column="who", max_rows_per_unit=2)
         assert notes.facts == {"a record is": ["one JSON object"]}
-        assert len(notes.open_points) == 1 and "differ only in upper and lower case" in notes.open_points[0]
+        assert len(notes.open_points) == 1 and "differ only in case" in notes.open_points[0]
 
     def test_ids_that_are_each_in_one_row_are_an_open_point(self, tmp_path, tokenizer):
         """If the id of a message were used as a person's id, each message would count as a person."""

@@ -78,7 +78,7 @@ class TestWords:
             ({"words": ["a"], "tags": [5]}, r"record 0: the label must be one of 0..2 \(model.num_labels\)"),
             ({"words": ["a", None], "tags": [1, 1]}, "record 0: a word is missing or is not text"),
             ({"words": [""], "tags": [1]}, "record 0 is empty"),
-            ({"words": "a b", "tags": [1]}, "column 'words' holds string, but a list is needed"),
+            ({"words": "a b", "tags": [1]}, "column 'words' holds string, but must hold lists"),
         ],
     )
     def test_records_without_a_class_for_each_word_are_refused(self, tokenizer, record, message):
