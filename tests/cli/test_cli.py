@@ -259,7 +259,7 @@ def test_tuning_is_priced() -> None:
     """--best-of: the cost of releasing the best of a random number of runs."""
     assert as_json([*EPSILON, "--best-of", "10"])["best_of"]["epsilon"] == pytest.approx(9.26, abs=5e-3)
     assert "ε of the best of 10 runs on average" in run([*EPSILON, "--best-of", "10"])
-    assert "rows of one unit are drawn singly" in refuse([*EPSILON, "--best-of", "10", "--rows-per-unit", "2"])
+    assert "rows of one unit are drawn individually" in refuse([*EPSILON, "--best-of", "10", "--rows-per-unit", "2"])
     assert "if noise is discrete" in refuse([*EPSILON, "--best-of", "10", "--discrete-sensitivity", "1.1"])
 
 

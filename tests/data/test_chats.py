@@ -255,12 +255,12 @@ SYSTEM = [*trl_data.says("system", "Be kind."), *TALK]
         ("qwen", {"messages": TALK, "tools": "none"}, DataError, "'tools' must be a list, or the JSON text"),
         ("chatml", {"messages": TALK, "system": 3}, DataError, "'system' must be a text"),
         ("chatml", {"messages": [*trl_data.says("oracle", "Hm."), *TALK]}, DataError, "message 0 has a role.*human"),
-        ("chatml", {"messages": SYSTEM, "system": PROMPT}, DataError, "another one in the column 'system'"),
+        ("chatml", {"messages": SYSTEM, "system": PROMPT}, DataError, "a different one in the column 'system'"),
         (
             "chatml",
             {"messages": [{"role": "user", "content": [{"type": "image_url", "text": None}]}]},
             DataError,
-            "message 0 has a part that is no text",
+            "message 0 has a part that is not text",
         ),
         ("chatml", {"messages": [TALK[0], {"role": "assistant", "content": None}]}, DataError, "no text in 'content'"),
         (

@@ -160,7 +160,7 @@ SAID = {
         lambda path: path.write_text('{"text": "x",}\n{"text": "y"}\n'),
     ),
     "python.jsonl": ("single quotes", lambda path: path.write_text("{'text': 'x'}\n{'text': 'y'}\n")),
-    "half.json": ("cut off", lambda path: path.write_text('[{"text": "x"}, {"text": ')),
+    "half.json": ("truncated", lambda path: path.write_text('[{"text": "x"}, {"text": ')),
     "strings.json": ("one object per record", lambda path: path.write_text('["x", "y"]')),
     "cyrillic.csv": (r"line 2 .*data\.encoding", lambda path: path.write_bytes("text\nпривет\n".encode("cp1251"))),
     "japanese.txt": (

@@ -447,7 +447,7 @@ class TestCollator:
             RowCollator(pad_token_id=0, task="sequence_classification")([{"input_ids": [1]}])
         with pytest.raises(DataError, match="a row has no 'labels'"):
             RowCollator(pad_token_id=0, task="seq2seq_lm")([{"input_ids": [1]}])
-        with pytest.raises(DataError, match=r"is 0\.5, and a class is a whole number"):  # it was cut to the one below
+        with pytest.raises(DataError, match=r"is 0\.5, but a class is a whole number"):  # it was cut to the one below
             RowCollator(pad_token_id=0, task="sequence_classification")([{"input_ids": [1], "labels": 0.5}])
 
     def test_the_columns_of_the_first_row_do_not_decide_for_the_others(self):
@@ -546,7 +546,7 @@ class TestPackedCollator:
     )
     def test_rows_that_would_lose_something_are_refused(self, row: dict) -> None:
         """Nothing of a row is left out silently."""
-        with pytest.raises(DataError, match="packed with them"):
+        with pytest.raises(DataError, match="cannot be packed"):
             PackedCollator()([row, row])
         with pytest.raises(DataError, match="no row to collate"):
             PackedCollator()([])

@@ -148,7 +148,7 @@ class TestAnswers:
     def test_a_tokenizer_without_places_is_refused(self, tokenizer, monkeypatch):
         """Its tokens cannot be found in the text."""
         monkeypatch.setattr(type(tokenizer), "is_fast", False)
-        with pytest.raises(ConfigError, match="tell the place"):
+        with pytest.raises(ConfigError, match="return the positions"):
             rows_of([self.RECORD], tokenizer, "question_answering", "question_answering")
 
 
@@ -194,7 +194,7 @@ class TestNumbers:
         assert collate([{"input_ids": [1], "labels": np.array([1.0])}])["labels"].tolist() == [[1.0]]
         with pytest.raises(DataError, match=r"2\] values"):
             collate([{"input_ids": [1], "labels": [1.0]}, {"input_ids": [1], "labels": [1.0, 2.0]}])
-        with pytest.raises(DataError, match="needs the values"):
+        with pytest.raises(DataError, match="needs its target values"):
             collate([{"input_ids": [1]}])
 
 

@@ -189,7 +189,7 @@ def test_settling_gives_back_what_did_not_run(path: Path) -> None:
     settle(path, entry, 200)
     assert read_budget(path).spent == reserved
     for number in (199, 201, -1):
-        with pytest.raises(BudgetError, match=rf"reserved 200 steps, of which 200 .* cannot be settled with {number}"):
+        with pytest.raises(BudgetError, match=rf"cannot be settled with {number} steps: it reserved 200, of which 200"):
             settle(path, entry, number)
     with pytest.raises(BudgetError, match="entry 0123"):
         settle(path, "0123", 5)
@@ -503,7 +503,7 @@ def test_a_crashed_run_is_settled_with_the_steps_that_its_report_states(tmp_path
     ledger = Ledger.create(folder / "privacy_ledger.jsonl", plan, budget={"file": path.name, "entry": entry})
     for number in range(3):
         ledger.append_step(number, plan.event)
-    with pytest.raises(BudgetError, match="going"):
+    with pytest.raises(BudgetError, match="still in progress"):
         settle_crashed(path, folder)
     assert read_budget(path).entries[0].num_steps == 50
     ledger.close()  # as the system does when a process dies

@@ -62,11 +62,11 @@ def test_given_bound_is_kept_and_never_above_the_units() -> None:
 @pytest.mark.parametrize(
     ("change", "units", "steps", "match"),
     [
-        ({}, 0, 5, "empty data set"),
+        ({}, 0, 5, "training data is empty"),
         ({}, 1000, 0, "num_steps must be at least 1"),
         ({}, 19, 5, "expected_batch_size=20 exceeds the number of units, 19"),
         ({"delta": 1e-3}, 1000, 5, r"delta=0.001 is not below 1/N = 0.001 for N=1000"),
-        ({"delta": 0.5}, 1000, 5, r"Take 1/\(10 N\) = 0.0001"),
+        ({"delta": 0.5}, 1000, 5, r"Set it to 1/\(10 N\) = 0.0001"),
         ({"noise_multiplier": None, "epsilon": 1e-5}, 1000, 5, "target_epsilon=1e-05 cannot be reached"),
     ],
 )

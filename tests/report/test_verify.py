@@ -256,8 +256,8 @@ def test_edited_plan(run: Path) -> None:
     ("pattern", "by", "where"),
     [
         (r"  epsilon: 0\.\d+", "  epsilon: 0.0001", "differential_privacy.epsilon is 0.0001 and should be"),
-        (r"\Z", "\nIt satisfies ε = 0.01.\n", "a different claim:  ε = 0.01"),
-        (r"---\n", "---\nepsilon: 0.01\n", "a different claim:  epsilon: 0.01"),
+        (r"\Z", "\nIt satisfies ε = 0.01.\n", "a different claim: ε = 0.01"),
+        (r"---\n", "---\nepsilon: 0.01\n", "a different claim: epsilon: 0.01"),
         (r"with ε = 0\.\d+", "with ε = 0.0001", "its text lacks"),
         (r"(?s)## Not covered by .*?(?=\n## )", "", "Not covered"),
         (r"(?s)(## Not covered by .*?)(?=\n## )", r"<!-- \1 -->", "Not covered"),
@@ -324,7 +324,7 @@ def test_a_card_where_dpllm_wrote_none(tmp_path: Path) -> None:
     (check,) = [check for check in verify(tmp_path).checks if check.what == CARD]
     assert verify(tmp_path).ok and check.passed is None
     (tmp_path / "README.md").write_text("# A model\n\nIt has ε = 0.01.\n")
-    assert "a different claim:  ε = 0.01" in failed(verify(tmp_path))[CARD]
+    assert "a different claim: ε = 0.01" in failed(verify(tmp_path))[CARD]
     (tmp_path / "README.md").write_text("---\ndifferential_privacy: {epsilon: 0.01}\n---\n# A model\n")
     assert "differential_privacy.epsilon is 0.01" in failed(verify(tmp_path))[CARD]
 

@@ -331,7 +331,7 @@ def test_an_answer_outside_a_run_or_of_no_number_is_refused(tmp_path: Path) -> N
     with Ledger.annotate(tmp_path / "run" / LEDGER_FILE) as ledger, pytest.raises(LedgerError, match="has ended"):
         ledger.append_charge("votes", VOTE)
     run = QueryRun.begin(tmp_path / "other", query_plan(), dataset="chats")
-    with pytest.raises(ValueError, match="least once"):
+    with pytest.raises(ValueError, match="at least 1"):
         run.ledger.append_charge("votes", VOTE, 0)
     run.finish()
 
