@@ -32,8 +32,8 @@ from dpllm.data.units import UnitIndex
 
 CLASS_AS_TEXT = (
     "the column '{name}' of a row is not a number, but the loss needs numbers. List the names of all classes, in order "
-    "(DPTrainer(data={{'class_names': [...]}}), in a recipe data.class_names), or replace each class with its number, 0 "
-    "to model.config.num_labels - 1"
+    "(DPTrainer(data={{'class_names': [...]}}), in a recipe data.class_names), or replace each class with its number, "
+    "0 to model.config.num_labels - 1"
 )
 
 # Columns that a tokenizer adds when it splits a text into several rows.
