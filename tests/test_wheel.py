@@ -107,7 +107,7 @@ def test_whoever_has_the_wheel_publishes_a_run_and_another_checks_the_download(w
 
         dpllm("train", "recipe.yaml")
         refused = dpllm("push", "run", "me/model", check=False)
-        assert refused.returncode == 2 and "other uses had the same data" in refused.stderr.replace("\n", " ")
+        assert refused.returncode == 2 and "the same data used" in refused.stderr.replace("\n", " ")
         assert not hub.repos
         dpllm("report", "note", "run", "other_uses=none")
         dpllm("push", "run", "me/model")

@@ -1,16 +1,15 @@
-"""Chat templates: conversations rendered and tokenized, with loss on the assistant's words.
+"""Render and tokenize conversations with chat templates, with loss on the assistant's words.
 
-Place in the flow: a part of the tokenization, below `dpllm.data.examples`. If a template marks the assistant's words
-itself (``{% generation %}``), the marks decide which tokens are targets. For any other template, the targets of an
-assistant's turn are the tokens that its message adds to the rendering of the earlier messages (the opening of the turn,
-as in generation, belongs to the earlier part). A turn whose beginning is rendered differently with and without the
-later messages has no loss; some templates leave out the reasoning of an earlier turn. Text after the assistant's last
-turn is left out: it could not influence any loss.
+If a template marks the assistant's words itself (``{% generation %}``), the marks determine the target tokens. For any
+other template, the targets of an assistant's turn are the tokens that its message adds to the rendering of the earlier
+messages (the opening of the turn, as in generation, belongs to the earlier part). A turn whose beginning is rendered
+differently with and without the later messages has no loss; some templates omit the reasoning in an earlier turn. Text
+after the assistant's last turn is omitted, since it cannot influence any loss.
 
-What a record has and the template leaves out is an error: a message, a tool call, tools, documents, a variable.
+It is an error if the template omits anything that a record has: a message, a tool call, tools, documents, a variable.
 
-Some templates write the current date into the chat (Llama 3.2). They are given a fixed date (`TODAY`): rows must be the
-same on every process, and on the day on which a run is resumed.
+Some templates write the current date into the chat (Llama 3.2). They get a fixed date (`TODAY`), because rows must be
+the same on every process, and on the day on which a run is resumed.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from dpllm.data.messages import OPTIONS, SYSTEM, read_beside, read_messages, wit
 from dpllm.data.readers import DataError
 
 REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""Errors that a template, which is a program, raises: its own refusals, and mistakes in it such as an endless loop."""
+"""Errors that a template, which is a program, can raise: deliberate ones, and bugs such as infinite recursion."""
 TODAY = datetime(2024, 7, 26, tzinfo=UTC)
-"""The date given to a chat template; Llama's own templates use it as their default."""
+"""The date for chat templates; Llama's own templates use it as their default."""
 SILENT = "assistant_turns_without_loss"
-"""Name of the count of an assistant's turns that have no loss because the template changes them later."""
+"""Name of the count of assistant turns that have no loss because later messages change their rendering."""
 _DIRECTIVES = [f"%{mark}{letter}" for letter in "aAbBcdDeFHIjmMpSTuUwxXyYzZ" for mark in ("-", "")]
 _CLOCK = (  # the empty expression keeps a line break at the beginning of the template
     "{% macro strftime_now(format) %}{{ format"
@@ -43,23 +42,23 @@ _CLOCK = (  # the empty expression keeps a line break at the beginning of the te
     + " }}{% endmacro %}{{ '' }}"
 )
 _MARKS_ASSISTANT = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_DRAWS = re.compile(r"\|\s*random\b|['\"]random['\"]|\blipsum\b")  # all that Jinja has
-_OWN = ("messages", "tools", "documents", "add_generation_prompt")  # no variables of a record
-_REASONING = ("reasoning_content", "reasoning", "thinking")  # texts of a message beside its content
+_DRAWS = re.compile(r"\|\s*random\b|['\"]random['\"]|\blipsum\b")  # everything random in Jinja
+_OWN = ("messages", "tools", "documents", "add_generation_prompt")  # not variables of a record
+_REASONING = ("reasoning_content", "reasoning", "thinking")  # texts of a message in addition to its content
 _LONG = 24  # characters: a shorter text may be in the rendering by chance
 _PROBE = ("Where is the lighthouse?", "Behind the dunes.", "And the harbour?", "South of the town.")
 
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation as a template takes it.
+    """A conversation in the form that a template accepts.
 
     Attributes:
-        messages: with the texts ``role`` and ``content``.
-        tools: that the assistant may call.
-        documents: that it may read.
+        messages: messages with the texts ``role`` and ``content``.
+        tools: tools that the assistant may call.
+        documents: documents that it may read.
         options: variables of the template.
-        unweighted: numbers of the assistant's messages with the weight 0, which have no loss.
+        unweighted: numbers of the assistant's messages with weight 0, which have no loss.
     """
 
     messages: list[dict[str, Any]]
@@ -74,11 +73,11 @@ class ChatTemplate:
     """The chat template of a tokenizer, with the date of the training.
 
     Attributes:
-        tokenizer: with a template, or several by name.
-        template: another template in place of the tokenizer's.
+        tokenizer: a tokenizer with one template, or several by name.
+        template: a template that replaces the tokenizer's.
 
     Raises:
-        ConfigError: the template draws random numbers, whose place in their sequence depends on other records.
+        ConfigError: the template draws random numbers, which would depend on the preceding records.
     """
 
     tokenizer: Any
@@ -89,8 +88,8 @@ class ChatTemplate:
         found = _DRAWS.search(str(self.template or self.tokenizer.chat_template))
         if found is not None:
             raise ConfigError(
-                f"the chat template draws random numbers ({found[0]}). Which numbers a record gets depends on how many "
-                "other records come before it, so ε would not hold: leave random and lipsum out of the template"
+                f"the chat template draws random numbers ({found[0]}). A record's numbers would depend on how many "
+                "records precede it, so ε would not hold. Remove random and lipsum from the template"
             )
 
     def source(self, tools: Any = None) -> str:
@@ -101,7 +100,7 @@ class ChatTemplate:
         """
         if not (self.template or self.tokenizer.chat_template):
             raise ConfigError(
-                "A conversation needs a tokenizer with a chat template, and this one has none. Take the tokenizer of "
+                "A conversation needs a tokenizer with a chat template, and this one has none. Use the tokenizer of "
                 "the model's chat version (model.tokenizer in a recipe), set tokenizer.chat_template, or store the "
                 "records as prompt and completion"
             )
@@ -110,12 +109,12 @@ class ChatTemplate:
         except ValueError as error:
             raise ConfigError(
                 f"the tokenizer has several chat templates ({', '.join(sorted(self.tokenizer.chat_template))}) and "
-                "none is called 'default': give the one to train with this name"
+                "none is called 'default'. Give this name to the one to train with"
             ) from error
         return _CLOCK + source if "strftime_now" in source else source
 
     def names(self, role: str) -> bool:
-        """Return whether the template names a role itself."""
+        """Return whether the template mentions a role."""
         return any(f"{quote}{role}{quote}" in str(self.template or self.tokenizer.chat_template) for quote in "'\"")
 
     def marks(self, tools: Any = None) -> bool:
@@ -143,27 +142,28 @@ class ChatTemplate:
         return str(self.apply(chat, tokenize=False, add_generation_prompt=opened))
 
     def refuse_unused(self, options: Mapping[str, Any], where: str, tools: Any = None) -> None:
-        """Check that the template uses the variables that it is given.
+        """Check that the template uses the given variables.
 
         Args:
-            options: names to values.
-            where: they are given, for messages.
-            tools: of the conversation.
+            options: values by name.
+            where: where they are given, for messages.
+            tools: tools of the conversation.
 
         Raises:
-            ConfigError: it does not use one, or fills it in itself.
+            ConfigError: it does not use one of them, or sets it itself.
         """
         for name in options:
             if name in _OWN or not re.search(rf"\b{re.escape(name)}\b", self.source(tools)):
                 raise ConfigError(
-                    f"{where}: {OPTIONS} gives '{name}', which is no variable of this chat template: leave it out, or "
+                    f"{where}: {OPTIONS} sets '{name}', which is not a variable of this chat template. Remove it, or "
                     "choose a template that uses it"
                 )
 
     def refuse_omissions(self, chat: Chat, where: str, text: str | None = None) -> None:
-        """Check that the rendering has all that a record has.
+        """Check that the rendering contains everything in a record.
 
-        A text that is not in the rendering as it is may be written in another way: then a change of it shows.
+        A text that is not in the rendering verbatim may be rendered differently; if so, changing it changes the
+        rendering.
 
         Args:
             chat: the conversation.
@@ -171,28 +171,28 @@ class ChatTemplate:
             text: its rendering, if it is known.
 
         Raises:
-            DataError: the template leaves a message, tool calls, tools or documents out.
+            DataError: the template omits a message, tool calls, tools or documents.
         """
         whole = self.text(chat) if text is None else text
         without = {"tools": replace(chat, tools=None), "documents": replace(chat, documents=None)}
         for name, other in without.items():
             if getattr(chat, name) and self._is_same(other, whole):
                 raise DataError(
-                    f"{where} has {name}, and the chat template leaves them out: choose a model whose template writes "
+                    f"{where} has {name}, but the chat template omits them. Choose a model whose template renders "
                     f"{name}, or remove the column '{name}'"
                 )
         if any("tool_calls" in one for one in chat.messages):
             plain = [{key: one[key] for key in one if key != "tool_calls"} for one in chat.messages]
             if self._is_same(replace(chat, messages=plain), whole):
                 raise DataError(
-                    f"{where} has tool calls, and the chat template leaves them out: choose a model whose template "
-                    "writes them, or write the calls into the content of the message"
+                    f"{where} has tool calls, but the chat template omits them. Choose a model whose template renders "
+                    "them, or write the calls into the message's content"
                 )
         for name in _REASONING:
             if any(message.get(name) for message in chat.messages) and name not in self.source(chat.tools):
                 raise DataError(
-                    f"{where} has '{name}' in a message, and the chat template leaves it out: write it into the "
-                    "content, as the model marks it, or leave it out of the data"
+                    f"{where} has '{name}' in a message, but the chat template omits it. Write it into the content, "
+                    "marked as the model marks it, or remove it from the data"
                 )
         for position, message in enumerate(chat.messages):
             said = message["content"].strip()
@@ -212,7 +212,7 @@ class ChatTemplate:
             return False
 
     def refusal(self, error: Exception, chat: Chat, where: str) -> DataError:
-        """Return the error of a record that the template does not accept, with its cause where that is a system turn.
+        """Return the error for a record that the template does not accept; it says if a system turn is the cause.
 
         Args:
             error: raised by the template or the tokenizer.
@@ -228,11 +228,11 @@ class ChatTemplate:
             except REFUSALS:
                 pass
             else:
-                remedy = f"it takes no system turn. {_remedy({'role': SYSTEM}).capitalize()}"
+                remedy = f"it accepts no system turn. {_remedy({'role': SYSTEM}).capitalize()}"
         return DataError(f"{where}: the chat template refuses these messages ({said}): {remedy}")
 
     def spans(self, chat: Chat, whole: str, turns: Sequence[int]) -> Iterator[tuple[int, tuple[int, int] | None]]:
-        """Yield the place of each turn in the rendering; None for one that later messages change.
+        """Yield the position of each turn in the rendering; None for a turn that later messages change.
 
         Args:
             chat: the conversation.
@@ -246,9 +246,9 @@ class ChatTemplate:
             yield turn, (len(before), len(through)) if kept else None
 
     def turn_end(self) -> int | None:
-        """Return the token that closes an assistant's turn, such as ``<|im_end|>``; found on a made-up conversation.
+        """Return the token that ends an assistant's turn, such as ``<|im_end|>``, from a made-up conversation.
 
-        None: the template closes a turn with no token of its own, or does not accept the conversation.
+        None: the template has no special token at the end of a turn, or does not accept the conversation.
         """
         text = self._probe(_PROBE[:2])
         if text is None or _PROBE[1] not in text:
@@ -259,7 +259,7 @@ class ChatTemplate:
         return next((token for token in self._ids(close) if token in own), None)
 
     def notes(self, masked: bool = True) -> list[str]:
-        """Return what a person should know of the template before training with it; no record is read.
+        """Return what a person should know about the template before training with it; no record is read.
 
         Args:
             masked: whether only the assistant's turns have loss.
@@ -269,20 +269,20 @@ class ChatTemplate:
             found.append("The chat template renders an assistant's earlier turns differently from its last one")
             silent = "earlier turns"
         elif self._changes([_PROBE[0], f"<think>\nIt is near.\n</think>\n\n{_PROBE[1]}", *_PROBE[2:]]):
-            found.append("The chat template leaves the reasoning (<think>) of an assistant's earlier turns out")
+            found.append("The chat template omits the reasoning (<think>) in an assistant's earlier turns")
             silent = "earlier turns with reasoning"
         if found and masked:
-            found[0] += f", so {silent} have no loss. To train on each turn, make one record up to each"
+            found[0] += f", so {silent} have no loss. To train on every turn, make one record that ends with each turn"
         text = self._probe(_PROBE[:2])
         if text is not None and self.turn_end() is None:
             found.append(
-                "The chat template closes an assistant's turn with no token of its own, so a generated turn ends only "
-                "at the limit of new tokens. Use a template that closes it with the end-of-sequence token"
+                "The chat template has no special token at the end of an assistant's turn, so generation stops only at "
+                "the limit of new tokens. Use a template that ends turns with the end-of-sequence token"
             )
         elif text is not None and masked and self.marks() and not self._learns_end():
             found.append(
-                "The chat template leaves the token that closes an assistant's turn outside of {% generation %}, so "
-                "the model does not learn to end a turn. Move the token before {% endgeneration %}"
+                "In the chat template, the token that ends an assistant's turn is outside of {% generation %}, so the "
+                "model does not learn to end a turn. Move the token before {% endgeneration %}"
             )
         return found
 
@@ -291,7 +291,7 @@ class ChatTemplate:
         return self.turn_end() in labels
 
     def _changes(self, texts: Sequence[str]) -> bool:
-        """Return whether a first turn has no loss beside a second one."""
+        """Return whether a first turn has no loss if a second one follows."""
         whole = self._probe(texts)
         if whole is None:
             return False
@@ -335,7 +335,7 @@ def read_chat(
     chat = with_system(read_messages(messages, where, template.names), found.get(SYSTEM), where)
     weights = [message.pop("weight", None) for message in chat]
     if any(weight not in (None, 0, 1) for weight in weights):
-        raise DataError(f"{where}: the weight of a message must be 0 or 1: correct it, or leave it out")
+        raise DataError(f"{where}: the weight of a message must be 0 or 1. Correct or remove it")
     own = {**(options or {}), **found.get(OPTIONS, {})}
     template.refuse_unused(own, where, found.get("tools"))
     unweighted = frozenset(position for position, weight in enumerate(weights) if weight == 0)
@@ -368,7 +368,7 @@ def encode_chats(
     template = ChatTemplate(tokenizer)
     template.source()
     if not tokenizer.is_fast:
-        raise ConfigError("data.format='chat' needs a fast tokenizer (one with tokenizer.json); this model has none")
+        raise ConfigError("data.format='chat' needs a fast tokenizer (with tokenizer.json), which this model lacks")
     examples = []
     for messages, number, record in zip(chats, record_numbers, records or [{}] * len(chats), strict=True):
         chat = read_chat(messages, template, f"record {number}", record, options)
@@ -426,12 +426,12 @@ def _encode(chat: Chat, template: ChatTemplate, where: str, counts: Counter[str]
         said = [any(begin <= start < end for begin, end in wanted) for start in starts]
         if turns and not wanted and not chat.unweighted:
             raise DataError(
-                f"{where}: no turn of the assistant is rendered as the chat template opens it for generation, so there "
-                f"is nothing to learn. Write the opening, such as <think>, into the messages, or set {OPTIONS}"
+                f"{where}: the chat template renders no assistant turn as it opens it for generation, so there is "
+                f"nothing to learn. Write the opening, such as <think>, into the messages, or set {OPTIONS}"
             )
     left_out = [spans[turn] for turn in chat.unweighted if turn in spans]
     if marked and None in left_out:
-        raise DataError(f"{where}: later messages change a turn of the weight 0: leave the weight or the record out")
+        raise DataError(f"{where}: later messages change a turn with weight 0. Remove the weight or the record")
     said = [one and not any(s and s[0] <= at < s[1] for s in left_out) for one, at in zip(said, starts, strict=True)]
     return ids, [token if wanted else IGNORE for token, wanted in zip(ids, said, strict=True)]
 
@@ -443,7 +443,7 @@ def _made_up(texts: Sequence[str]) -> Chat:
 
 def _remedy(message: Mapping[str, Any]) -> str:
     if message["role"] in (SYSTEM, "developer"):
-        return "put its text at the beginning of the first message of the user, or choose a model that takes it"
+        return "put its text at the beginning of the user's first message, or choose a model that accepts it"
     if "tool_calls" in message:
-        return "put it into a message of its own before the tool calls, or leave it out of the data"
-    return "choose a model whose template writes messages of this role, or write their text into another message"
+        return "put it into a separate message before the tool calls, or remove it from the data"
+    return "choose a model whose template renders messages of this role, or move their text to a different message"

@@ -1,7 +1,7 @@
-"""The columns of a data set, from its first records: which format they fit, and which column is an id.
+"""Inspect the columns in the first records of a data set: which format they fit, and which column is an id.
 
-Place in the flow: `dpllm init` proposes a recipe's ``data`` section by them. A column is proposed by evidence only: a
-usual name and values that look like what the name says. An example of each column is for the person at the screen.
+`dpllm init` uses them to propose a recipe's ``data`` section. A column is proposed only on evidence: a common name and
+values that fit that name. The example of each column is only for the person at the screen.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _NO_TEXT = frozenset(
         *("status", "score"),
     ]
 )
-"""Parts of a name that say that a column is about a text and does not hold it."""
+"""Parts of a name which show that a column describes a text instead of holding it."""
 _LETTERS = re.compile(r"[^\W\d_]{2,}")
 _UNSPACED = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\u0e00-\u0e7f]{6}")  # Japanese, Chinese, Thai
 _WORD_STARTS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9]+")
@@ -65,7 +65,7 @@ _FEW = 10  # values, of which nothing can be concluded
 
 @dataclass(frozen=True)
 class ColumnFacts:
-    """What the first records show of a column.
+    """What the first records show about a column.
 
     Attributes:
         kind: one of the constants of this module.
@@ -87,7 +87,7 @@ class ColumnFacts:
 
     @property
     def is_id(self) -> bool:
-        """Whether each value is short and another one, so that it can only name its record."""
+        """Whether all values are short and distinct, so that they can only identify records."""
         short = self.kind == NUMBER or (self.kind == TEXT and not self.is_prose and self.length <= _SHORT_ID)
         return short and self.filled >= _FEW and self.different == self.filled
 
@@ -98,7 +98,7 @@ class ColumnFacts:
 
     @property
     def words(self) -> str:
-        """The facts on a few words, for the person at the screen."""
+        """The facts in a few words, for the person at the screen."""
         if self.filled == 0:
             return "empty"
         if self.is_prose:
@@ -125,16 +125,16 @@ class Columns:
         return {name: facts.kind for name, facts in self.facts.items()}
 
     def guessed_format(self) -> str | None:
-        """Return the format whose columns are all there by name and content; None if there is none.
+        """Return the format whose columns are all present by name and content; None if there is none.
 
-        That of messages comes first, and then the one of which most columns are there.
+        A format of messages has priority, then the format with the most columns.
         """
         fitting = {name: found for name, kind in FORMATS.items() if kind.asked and (found := self._columns_for(kind))}
         chats = [name for name in fitting if any(self.kinds[column] == MESSAGES for column in fitting[name])]
         best = max(chats or fitting, key=lambda name: len(fitting[name]), default=None)
         other = self.format_of_others()
         if best and other and set(fitting[best]) <= set(FORMATS[other]().required):
-            return None  # such as one of the two answers of a preference
+            return None  # for example one of the two answers of a preference
         return best
 
     def format_of_others(self) -> str | None:
@@ -154,7 +154,7 @@ class Columns:
         return self._proposed(COLUMNS[key], taken)
 
     def longest_prose(self) -> str | None:
-        """Return the column of sentences with the longest ones, whatever its name; None if there is none."""
+        """Return the column with the longest sentences, regardless of its name; None if there is none."""
         prose = {name: facts.length for name, facts in self.facts.items() if facts.is_prose}
         return max(prose, key=lambda name: prose[name], default=None)
 
@@ -196,15 +196,15 @@ def columns_of(data: DataConfig) -> Columns:
         reading = Reading()
         if not path.startswith("builtin:") and "/" not in path:
             raise ConfigError(
-                f"{path}: there is no such file or folder here, and a data set of the Hub is written owner/name: check "
-                "the spelling and the folder"
+                f"{path}: there is no such file or folder here, and a Hub data set has the form owner/name. Check the "
+                "spelling and the folder"
             )
         records = read_unchecked(data)
         table = records.select(range(min(_ROWS, len(records)))).with_format("arrow")[:] if len(records) else None
     if table is not None and table.column_names == [NOTHING]:
         raise DataError(next(iter(reading.faults.values())))
     if table is None:
-        raise DataError(f"{path}: there is no record in it: check the file")
+        raise DataError(f"{path}: it contains no record. Check the file")
     fields = [field for field in table.schema if field.name != NOTHING]
     facts = {field.name: _facts_of(field.type, table.column(field.name)[:_ROWS]) for field in fields}
     values = {name: table.column(name).to_pylist() for name in facts if names_people(name)}
@@ -245,7 +245,7 @@ def people_in(records: Any) -> tuple[str, ...]:
 def ids_in(records: Any) -> list[str]:
     """Return the columns of a data set that have the name of a person's id, and whose first values may be such ids.
 
-    A column of what people wrote names nobody, such as the turns of a chat in "user" and "assistant".
+    A column of texts that people wrote identifies nobody, such as the turns of a chat in "user" and "assistant".
 
     Args:
         records: as for `people_in`.

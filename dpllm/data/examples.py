@@ -1,9 +1,8 @@
-"""Examples in the shapes that TRL documents, and their tokens: texts, prompts with completions, conversations.
+"""Read and tokenize examples in the formats that TRL documents: texts, prompts with completions, conversations.
 
-Place in the flow: below `dpllm.data.supervised` and `dpllm.data.preferences`, which make rows of examples. TRL decides
-which values are conversations; a tokenizer of transformers makes the tokens, with the calls that TRL makes. Each
-example is read by itself: TRL takes the shape of all examples from the first one, and here an example of another shape
-is an error.
+`dpllm.data.supervised` and `dpllm.data.preferences` make rows from them. TRL decides which values are conversations,
+and a transformers tokenizer computes the tokens, with the same calls as in TRL. Each example is read independently: TRL
+derives the format of all examples from the first one, whereas here an example in a different format is an error.
 """
 
 from __future__ import annotations
@@ -57,8 +56,8 @@ class Tokens:
     """The tokens of texts and conversations.
 
     Attributes:
-        tokenizer: of the model.
-        template: a chat template in place of the tokenizer's own.
+        tokenizer: the model's tokenizer.
+        template: a chat template that replaces the tokenizer's own.
     """
 
     tokenizer: Any
@@ -74,18 +73,18 @@ class Tokens:
 
     @property
     def chats(self) -> ChatTemplate:
-        """The template that conversations are rendered with."""
+        """The template with which conversations are rendered."""
         return ChatTemplate(self.tokenizer, self.template)
 
     def of(
         self, example: Mapping[str, Any], part: str | list[Any], opened: bool = False, said: bool = False
     ) -> Mapping[str, list[int]]:
-        """Return "input_ids" of a text or a conversation; and "assistant_masks", if they are asked for.
+        """Return "input_ids" of a text or a conversation, and "assistant_masks" if requested.
 
         Args:
-            example: of `read_examples`.
-            part: of the example.
-            opened: whether the opening of the assistant's next turn follows.
+            example: an example from `read_examples`.
+            part: a part of it.
+            opened: whether to append the opening of the assistant's next turn.
             said: whether to mark the assistant's words.
         """
         if isinstance(part, str):
@@ -95,15 +94,15 @@ class Tokens:
         return self.chats.apply(chat, tokenize=True, return_dict=True, add_generation_prompt=opened, **options)
 
     def refuse_omissions(self, number: int, example: Mapping[str, Any], messages: list[Any]) -> None:
-        """Check that the template writes all that an example has.
+        """Check that the template renders everything in an example.
 
         Args:
-            number: of the example.
-            example: of `read_examples`.
+            number: number of the example.
+            example: an example from `read_examples`.
             messages: its whole conversation.
 
         Raises:
-            DataError: it leaves something out, or a message has the weight 0.
+            DataError: it omits something, or a message has weight 0.
         """
         refuse_weights(messages, f"row {number}")
         self.chats.refuse_omissions(_chat(example, messages), f"row {number}")
@@ -126,12 +125,12 @@ _FIRST = (("messages",), ("prompt",), ("chosen", "rejected"))  # parts that begi
 def read_examples(dataset: Any, words: str, tokens: Tokens) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the number and the columns of each example, with its conversations in the form of `dpllm.data.messages`.
 
-    Objects in a column are as no other example has changed them (`dpllm.data.values.own_value`).
+    Objects in a column have no keys that only other examples have (`dpllm.data.values.own_value`).
 
     Args:
         dataset: a `datasets.Dataset`.
         words: name of the data set, for messages.
-        tokens: decides which roles there are.
+        tokens: determines the known roles.
     """
     for number, row in enumerate(tqdm(dataset.with_format(None), f"tokenizing {words}")):
         where = f"row {number}"
@@ -159,10 +158,10 @@ def is_chat(number: int, example: Mapping[str, Any], parts: Sequence[str], conve
     """Return whether the parts of an example are conversations.
 
     Args:
-        number: of the example.
-        example: with the parts.
-        parts: names of columns.
-        conversational: whether those of the first example are. None: this is the first.
+        number: number of the example.
+        example: the example with the parts.
+        parts: names of the columns.
+        conversational: whether the first example's parts are. None: this is the first example.
 
     Raises:
         DataError: a part is missing or empty, or some are conversations and others are not.
@@ -180,11 +179,11 @@ def is_chat(number: int, example: Mapping[str, Any], parts: Sequence[str], conve
         )
     if conversational not in (None, chats[0]):
         mine, first = ("conversations", "texts") if chats[0] else ("texts", "conversations")
-        raise DataError(f"row {number} holds {mine} and row 0 holds {first}: give all rows one shape")
+        raise DataError(f"row {number} holds {mine}, but row 0 holds {first}. Use one format for all rows")
     return bool(chats[0])
 
 
-REMEDY = "fill it in, or leave the record out before N is counted"
+REMEDY = "fill it in, or drop the record before N is counted"
 """The remedy for an example that cannot be used."""
 
 

@@ -1,7 +1,7 @@
-"""The number of tokens of each row, and the check that every row can be used for training.
+"""Count the tokens of each row, and check that every row can be used for training.
 
-Place in the flow: after `dpllm.data.tokenization`; microbatches are cut by these lengths. A `datasets.Dataset` is read
-as Arrow arrays, some thousand rows at a time, without a Python object per token or row.
+Microbatches are formed by these lengths. A `datasets.Dataset` is read as Arrow arrays, some thousand rows at a time,
+without a Python object per token or row.
 """
 
 from __future__ import annotations
@@ -119,14 +119,14 @@ def row_lengths(dataset: Any, task: str | None, limits: Limits | None = None) ->
             # Collators read the columns of a batch's first row, so one row would change the others.
             if sorted(set(row) - optional) != names:
                 raise DataError(
-                    f"row {number} has the columns {', '.join(sorted(row))}, and row 0 has {', '.join(names)}: give "
+                    f"row {number} has the columns {', '.join(sorted(row))}, but row 0 has {', '.join(names)}. Give "
                     "every row the same columns"
                 )
             kinds.add(number, row)
             ids = row.get(limits.source)
             if limits.source not in row:
                 raise DataError(
-                    f"row {number} has no {limits.source}; it has {', '.join(row)}: tokenize the records first"
+                    f"row {number} has no {limits.source}, only {', '.join(row)}. Tokenize the records first"
                 )
             _check(number, ids, row.get("labels"), task, limits.source)
             _check_limits(number, ids if limits.source == TOKENS else [i for i in ids if i != IGNORE], limits)
@@ -152,15 +152,15 @@ def row_lengths(dataset: Any, task: str | None, limits: Limits | None = None) ->
 
 
 def refuse_other_classes(dataset: Any, task: str | None, num_labels: int) -> None:
-    """Check that the labels of a head for classes or for answers are those that it has; the loss would index past them.
+    """Check that the labels are classes of the model's head; the loss would index out of range otherwise.
 
     Args:
         dataset: as for `row_lengths`.
-        task: one of `dpllm.config.TASKS`; labels of tasks that predict text or values are not looked at.
-        num_labels: classes of the head.
+        task: one of `dpllm.config.TASKS`; labels of tasks that predict text or values are not checked.
+        num_labels: number of classes of the head.
 
     Raises:
-        DataError: a label is no whole number, or another one; the message gives the first such row.
+        DataError: a label is not a whole number or out of range; the message gives the first such row.
 
     >>> refuse_other_classes([{"labels": 1}, {"labels": 0}], "sequence_classification", 2)
     """
@@ -175,8 +175,8 @@ def refuse_other_classes(dataset: Any, task: str | None, num_labels: int) -> Non
         if any(((values < 0) & (values != IGNORE)) | (values > most) | (values % 1 != 0)):
             meant = "marks of an answer" if kind == "span" else "classes of the model (num_labels)"
             raise DataError(
-                f"row {number} has a label outside of the whole numbers 0..{most}, the {meant}, and {IGNORE}: correct "
-                "the labels, or load the model with another num_labels"
+                f"row {number} has a label that is neither {IGNORE} nor a whole number in 0..{most}, the {meant}. "
+                "Correct the labels, or load the model with a different num_labels"
             )
 
 
@@ -215,8 +215,8 @@ def _check(number: int, ids: Any, labels: Any, task: str | None, source: str = T
         raise DataError(f"row {number} has no {source}: a row needs at least one token")
     if getattr(ids, "ndim", 1) != 1 or isinstance(ids[0], list | tuple):
         raise DataError(
-            f"the {source} of row {number} are a list of lists and not a list of token ids: tokenize without "
-            "return_tensors, one text at a time or batched=True, or use the first of the inner lists"
+            f"the {source} of row {number} are a list of lists instead of a list of token ids. Tokenize without "
+            "return_tensors, one text at a time or batched=True, or use the first inner list"
         )
     if isinstance(ids, list) and None in ids:
         raise DataError(f"row {number} has an entry without a token id in {source}: {_NO_GAPS}")
@@ -226,12 +226,12 @@ def _check(number: int, ids: Any, labels: Any, task: str | None, source: str = T
         raise DataError(f"row {number} has an entry without a number in its labels: {_NO_GAPS}, -100 where it has none")
     if _has_label_per_token(task) and len(labels) != len(ids):
         raise DataError(
-            f"row {number} has {len(labels)} labels for {len(ids)} input tokens: give one label per token, -100 where "
-            "no loss is wanted"
+            f"row {number} has {len(labels)} labels for {len(ids)} input tokens. Pass one label per token, with -100 "
+            "at tokens without loss"
         )
     if all(label == IGNORE for label in labels[_shift(task) :]):
         raise DataError(
-            f"row {number} has no target: all its labels are masked. Give it one, or leave the record out before N is "
+            f"row {number} has no target: all its labels are masked. Give it one, or drop the record before N is "
             "counted"
         )
 
@@ -250,12 +250,12 @@ def _check_limits(number: int, ids: Any, limits: Limits, what: str = "token id")
     """Refuse one row that the model cannot read."""
     if limits.positions is not None and len(ids) > limits.positions:
         raise DataError(
-            f"row {number} has {len(ids)} tokens, but the model has positions for {limits.positions}: tokenize with "
-            "data.max_length of at most that, or take a model with more positions"
+            f"row {number} has {len(ids)} tokens, but the model has positions for {limits.positions}. Tokenize with "
+            "data.max_length of at most that, or use a model with more positions"
         )
     if limits.tokens is not None and len(ids) and not 0 <= min(map(int, ids)) <= max(map(int, ids)) < limits.tokens:
         raise DataError(
-            f"row {number} has a {what} outside 0..{limits.tokens - 1}, the model's table of embeddings: tokenize "
+            f"row {number} has a {what} outside 0..{limits.tokens - 1}, the model's embedding table. Tokenize "
             "with the model's own tokenizer, or resize the table before the private training"
         )
 

@@ -1,7 +1,7 @@
-"""The files of a local path: which of them are read for a split, and why the others are not.
+"""Find the files of a local path: which of them are read for a split, and why the others are not.
 
-Place in the flow: below `dpllm.data.records`; `dpllm.data.readers` reads the files. Splits are recognised by the names
-that `datasets` recognises (train, validation, dev, test, ...), in the names of files and folders.
+Splits are recognised by the names that `datasets` recognises (train, validation, dev, test, ...) in the names of files
+and folders.
 """
 
 from __future__ import annotations
@@ -108,9 +108,9 @@ def _found(path: str, place: Path) -> LocalFiles | None:
             raise ConfigError(f"{path}: cannot be read: {reason}. Known endings: {ENDINGS}")
         return LocalFiles(path, [place])
     if place.is_symlink():
-        raise ConfigError(f"{path}: it is a link to {os.readlink(place)}, which does not exist: restore that file")
+        raise ConfigError(f"{path}: it is a link to {os.readlink(place)}, which does not exist. Restore that file")
     if place.exists():
-        raise ConfigError(f"{path}: it is neither a file nor a folder: give one")
+        raise ConfigError(f"{path}: it is neither a file nor a folder")
     if glob.has_magic(path):
         matches = [Path(file) for file in sorted(glob.glob(str(place), recursive=True)) if not os.path.isdir(file)]
         if not matches:
@@ -231,7 +231,7 @@ def _saved_files(folder: Path) -> list[Path]:
     files = [folder / str(one["filename"]) for one in listed]
     lost = next((file for file in files if not file.is_file()), None)
     if lost is not None:
-        raise ConfigError(f"{lost}: state.json lists the file, and it is not there: copy the whole folder again")
+        raise ConfigError(f"{lost}: state.json lists this file, but it is missing. Copy the whole folder again")
     return files
 
 
@@ -254,6 +254,6 @@ def refuse_several_kinds(path: str, files: Sequence[Path]) -> None:
     kinds = sorted({str(kind_of(file)) for file in files} & set(READERS))
     if len(kinds) > 1:
         raise ConfigError(
-            f"{path}: the folder has files of different kinds ({', '.join(kinds)}): name one kind, such as "
+            f"{path}: the folder has files in different formats ({', '.join(kinds)}). Choose one, such as "
             f"{path}/*{kinds[0]}"
         )

@@ -1,9 +1,8 @@
-"""Conversations in the forms that people store, read as the messages that a chat template takes.
+"""Read conversations in common storage formats as the messages that a chat template accepts.
 
-Place in the flow: below `dpllm.data.records`, which checks the shape of records, and `dpllm.data.chat`, which renders
-them. The forms are OpenAI's (``role`` and ``content``, tool calls, parts of text), ShareGPT's (``from`` and ``value``)
-and LLaMA-Factory's (``function_call``, ``observation``, and columns `BESIDE` the conversation). Lists and objects may
-also be JSON texts. Each conversation is read by itself, in a form that no other record decides
+The formats are OpenAI's (``role`` and ``content``, tool calls, text parts), ShareGPT's (``from`` and ``value``) and
+LLaMA-Factory's (``function_call``, ``observation``, and columns `BESIDE` the conversation). Lists and objects may also
+be JSON texts. Each conversation is read independently, in a form that depends on no other record
 (`dpllm.data.values.own_value`).
 """
 
@@ -43,11 +42,11 @@ def read_messages(value: Any, where: str, named: Callable[[str], bool] | None = 
     Args:
         value: a list of messages in one of the forms of this module, or its JSON text.
         where: the record, for messages, such as "record 3".
-        named: whether the chat template itself names a role, which then stays as it is. None: roles that are not
-            known are accepted.
+        named: whether the chat template mentions a role, which is then left unchanged. None: unknown roles are
+            accepted.
 
     Raises:
-        DataError: gives the number of the message, and none of its texts.
+        DataError: it is in none of these forms; the error gives the message's number, and none of its texts.
     """
     chat = _decoded(value)
     if not isinstance(chat, list):
@@ -63,7 +62,7 @@ def is_conversation(value: Any) -> bool:
 
 
 def read_beside(record: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return what a record has `BESIDE` its conversation, under the names of the columns; empty values are left out.
+    """Return what a record has `BESIDE` its conversation, by column name; empty values are omitted.
 
     A tool is in OpenAI's form: ``{"type": "function", "function": {...}}``, with its keys in the usual order.
 
@@ -86,7 +85,7 @@ def read_beside(record: Mapping[str, Any], where: str) -> dict[str, Any]:
         if not isinstance(value, wanted):
             shown = {str: "a text", Mapping: "an object", list: "a list"}[wanted]
             form = "" if wanted is str else ", or the JSON text of one"
-            raise DataError(f"{where}: '{name}' must be {shown}{form}: correct it, or rename the column")
+            raise DataError(f"{where}: '{name}' must be {shown}{form}. Correct it, or rename the column")
         if name == "tools":  # the keys of a JSON text are in the order that its writer wanted
             value = [_tool(_decoded(one), where) for one in value]
             value = value if isinstance(given, str) else _ordered(value)
@@ -95,10 +94,10 @@ def read_beside(record: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def with_system(messages: list[dict[str, Any]], prompt: str | None, where: str) -> list[dict[str, Any]]:
-    """Return the messages after a system prompt that a record has beside them.
+    """Return the messages with the system prompt from a separate column at their beginning.
 
     Raises:
-        DataError: they begin with another one.
+        DataError: they begin with a different system prompt.
     """
     if not prompt:
         return messages
@@ -107,7 +106,7 @@ def with_system(messages: list[dict[str, Any]], prompt: str | None, where: str) 
         return [{"role": SYSTEM, "content": prompt}, *messages]
     if own[0].strip() != prompt.strip():
         raise DataError(
-            f"{where} has a system prompt in its messages, and another one in the column '{SYSTEM}': keep one of them"
+            f"{where} has one system prompt in its messages and a different one in the column '{SYSTEM}'. Keep only one"
         )
     return messages
 
@@ -143,7 +142,7 @@ def _role(given: str, where: str, named: Callable[[str], bool] | None) -> str:
         return SYSTEM  # OpenAI's later name of the same turn
     if role is None and named is not None:
         raise DataError(
-            f"{where} has a role that neither the chat template nor dpllm knows: use one of {', '.join(ROLES)}, or "
+            f"{where} has a role that neither the chat template nor dpllm supports. Use one of {', '.join(ROLES)}, or "
             "remove the message before this run"
         )
     return role or given
@@ -165,8 +164,8 @@ def _part(part: Any, where: str) -> str:
     if isinstance(part, Mapping) and part.get("type", "text") in _TEXT_PARTS and isinstance(part.get("text"), str):
         return str(part["text"])
     raise DataError(
-        f"{where} has a part that is no text, such as an image or a sound, and only texts are trained on: leave the "
-        "part or the record out before this run"
+        f"{where} has a part that is not text, such as an image or a sound, but only texts are trained on. Remove the "
+        "part or the record before this run"
     )
 
 
@@ -183,10 +182,10 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     """Return a tool call in OpenAI's form, with an object of arguments, as chat templates take it."""
     call = _decoded(call)
     if not isinstance(call, Mapping):
-        raise DataError(f"{where} has a tool call that is no object: write {{name, arguments}}, or remove the record")
+        raise DataError(f"{where} has a tool call that is not an object. Write {{name, arguments}}, or remove it")
     function = _decoded(call.get("function", {k: v for k, v in call.items() if k not in ("id", "type")}))
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise DataError(f"{where} has a tool call without a name: write {{name, arguments}}, or remove the record")
+        raise DataError(f"{where} has a tool call without a name. Write {{name, arguments}}, or remove the record")
     arguments = function.get("arguments", {})
     decoded = _decoded(arguments)
     if isinstance(arguments, str) and (isinstance(decoded, Mapping) or not arguments.strip()):
@@ -198,14 +197,14 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 
 def _tool(tool: Any, where: str) -> Any:
     if not isinstance(tool, Mapping):
-        raise DataError(f"{where}: a tool is an object with a name, a description and parameters: correct 'tools'")
+        raise DataError(f"{where}: a tool must be an object with name, description and parameters. Correct 'tools'")
     if "name" in tool and "function" not in tool:
         return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
     return tool
 
 
 def _ordered(value: Any) -> Any:
-    """Return tools of a table with the usual order of their keys; a table has them in the alphabet's."""
+    """Return tools from a table with their keys in the usual order, since a table sorts them alphabetically."""
     if isinstance(value, list):
         return [_ordered(one) for one in value]
     if not isinstance(value, Mapping):
@@ -215,7 +214,7 @@ def _ordered(value: Any) -> Any:
 
 
 def _decoded(value: Any) -> Any:
-    """Return the list or the object whose JSON text this is; any other value as it is."""
+    """Return the list or object that a JSON text represents; any other value is returned unchanged."""
     if isinstance(value, str) and value.strip()[:1] in ("[", "{"):
         try:
             return json.loads(value)
@@ -229,13 +228,13 @@ def _kind(value: Any) -> str:
 
 
 def refuse_weights(messages: Sequence[Mapping[str, Any]], where: str) -> None:
-    """Refuse OpenAI's ``weight`` of a turn where the loss does not follow it.
+    """Refuse OpenAI's ``weight`` of a turn if the loss ignores it.
 
     Raises:
-        DataError: a turn has the weight 0.
+        DataError: a turn has weight 0.
     """
     if any(message.get("weight") == 0 for message in messages):
         raise DataError(
-            f"{where}: a message has the weight 0, which this trainer does not follow: use a recipe with "
-            "data.format='chat' and without train.trainer, or leave 'weight' out"
+            f"{where}: a message has weight 0, which this trainer does not support. Use a recipe with "
+            "data.format='chat' and without train.trainer, or remove 'weight'"
         )

@@ -1,9 +1,9 @@
-"""Rows for preference tuning from examples in TRL's shapes: each row is a pair of answers to one prompt.
+"""Make rows for preference tuning from examples in TRL's formats: each row is a pair of answers to one prompt.
 
-Place in the flow: before `dpllm.DPDPOTrainer` makes its plan. Each row is made of one example only, by the steps of
-TRL's ``DPOTrainer`` (version 1.16, ``_prepare_dataset`` and its collator). TRL leaves examples out whose prompt fills
-the row; here they are an error, because N would depend on it. `PairCollator` makes the inputs of two calls of the model
-of a row: with the chosen answers of its pairs, and with the rejected ones.
+Each row is made from one example only, by the steps of TRL's ``DPOTrainer`` (version 1.16, ``_prepare_dataset`` and its
+collator). TRL drops examples whose prompt fills the row; here they are an error, because N would depend on them.
+`PairCollator` makes the inputs of two model calls per microbatch: one with the chosen answers, and one with the
+rejected answers.
 
 Shape suffixes: B pairs, T tokens.
 """
@@ -44,8 +44,8 @@ class Preferences:
 
     Attributes:
         tokens: tokenizer and chat template.
-        max_length: the most tokens of a sequence. None: no limit.
-        keep_end: whether the beginning of a long sequence is cut off, and not its end.
+        max_length: largest number of tokens of a sequence. None: no limit.
+        keep_end: whether to cut off the beginning of a long sequence instead of its end.
     """
 
     tokens: Tokens
@@ -65,14 +65,14 @@ class Preferences:
             first: number of the first row.
 
         Raises:
-            ConfigError: the data set is of another kind.
-            DataError: an example has another shape than the first one, or an answer has no target; the message gives
+            ConfigError: the data set is not a set of pairs.
+            DataError: an example's format differs from the first one's, or an answer has no target; the message gives
                 its number.
         """
         refuse_unprepared(dataset, words)
         if missing := [name for name in SIDES if name not in dataset.column_names]:
             raise ConfigError(
-                f"{words} has the columns {', '.join(dataset.column_names)} and no '{missing[0]}': a pair has 'chosen' "
+                f"{words} has the columns {', '.join(dataset.column_names)} but no '{missing[0]}'. A pair has 'chosen' "
                 "and 'rejected', and 'prompt' if they do not begin with it"
             )
         whole = datasets.List(datasets.Value("int32"))
@@ -107,12 +107,12 @@ class Preferences:
         if without:
             raise DataError(
                 f"{words}: in {len(without)} pair(s) no token of an answer fits within max_length={self.max_length}, "
-                f"the first is row {without[0]}. Allow longer rows, cut prompts (truncation_mode='keep_end'), or leave "
-                "these pairs out before N is counted (TRL leaves them out silently)"
+                f"the first is row {without[0]}. Allow longer rows, cut prompts (truncation_mode='keep_end'), or drop "
+                "these pairs before N is counted (TRL drops them silently)"
             )
 
     def _of(self, number: int, pair: Mapping[str, Any], chat: bool) -> dict[str, list[int]]:
-        """Return the sequences of a pair, cut, with the prompt that both begin with masked."""
+        """Return the truncated sequences of a pair, with their common prompt masked."""
         if not isinstance(pair.get("prompt"), list if chat else str):
             shown = "a list of messages" if chat else "a text"
             raise DataError(f"row {number}: 'prompt' must be {shown}, as the answers are")
@@ -186,7 +186,7 @@ class PairCollator:
         return longest * self.SEQUENCES
 
 
-_NO_REFERENCE = f"{' and '.join(REFERENCE)} must have one number for each pair; leave both out to compute them"
+_NO_REFERENCE = f"{' and '.join(REFERENCE)} must have one number for each pair; omit both to compute them"
 
 
 def reference_in(dataset: Any) -> np.ndarray | None:
@@ -199,7 +199,7 @@ def reference_in(dataset: Any) -> np.ndarray | None:
     if not names:
         return None
     if len(names) < len(REFERENCE):
-        raise DataError(f"the data set has the column '{names[0]}' only: give {' and '.join(REFERENCE)}, or neither")
+        raise DataError(f"the data set has only the column '{names[0]}': pass {' and '.join(REFERENCE)}, or neither")
     try:
         found = np.stack([np.asarray(dataset[name], dtype=np.float64) for name in REFERENCE], 1)
     except (TypeError, ValueError) as error:
@@ -208,7 +208,7 @@ def reference_in(dataset: Any) -> np.ndarray | None:
         raise DataError(f"{_NO_REFERENCE}: they are lists")
     if not np.isfinite(found).all():
         row = int(np.flatnonzero(~np.isfinite(found).all(1))[0])
-        raise DataError(f"row {row} has no finite {' and '.join(REFERENCE)}: leave both columns out to compute them")
+        raise DataError(f"row {row} has no finite {' and '.join(REFERENCE)}: omit both columns to compute them")
     return found
 
 

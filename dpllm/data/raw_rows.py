@@ -1,7 +1,7 @@
-"""Rows of raw columns: the texts, conversations or classes of a data set that a Trainer was given.
+"""Make rows from raw columns: the texts, conversations or classes of a data set that was passed to a Trainer.
 
-Place in the flow: between `dpllm.DPTrainer` and the tokenization. A recipe names the form of its records; here it is
-read from the names of the columns, which are public, or given with the same keys as in a recipe's section ``data``.
+A recipe names the format of its records; here it follows from the column names, which are public, or is given with the
+same keys as in a recipe's section ``data``.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from dpllm.data.tokenization import tokenize_records
 from dpllm.data.values import ColumnKinds
 
 KEYS = ("columns", "format", "max_length", "long_records", "class_names", "chat_template_kwargs")
-"""Keys of a recipe's section ``data`` that say how a record becomes rows, and not where it is."""
+"""Keys of a recipe's section ``data`` that define how a record becomes rows, not where it is stored."""
 LONGEST = 1024
-"""The most tokens of a row, if nobody says and the model has room for as many."""
+"""Default for the largest number of tokens in a row, if the model allows as many."""
 _ABOUT = "how raw columns become rows: keys of a recipe's section data, such as data={'columns': {'text': 'note'}}"
 
 
@@ -49,7 +49,7 @@ def read_keys(data: Any) -> dict[str, Any]:
     """Return the argument ``data`` of a Trainer as a dictionary.
 
     Raises:
-        ConfigError: it is no mapping, or has a key that says where records are.
+        ConfigError: it is not a mapping, or has a key that defines where records are stored.
     """
     if data is None:
         return {}
@@ -68,7 +68,7 @@ def read_keys(data: Any) -> dict[str, Any]:
 
 
 def is_raw(dataset: Any, rows: Any) -> bool:
-    """Whether token ids were made of the columns of a data set."""
+    """Return whether token ids were made from the columns of a data set."""
     return rows is not dataset and TOKENS not in _columns(dataset)
 
 
@@ -116,8 +116,8 @@ class RowMaker:
             unused = sorted(self.keys.keys() - {"class_names"})
             if unused:
                 raise ConfigError(
-                    f"data={{{unused[0]!r}: ...}} says how raw columns become rows, but {words} has the column "
-                    f"'{self.source}': leave data out, or pass the raw columns only"
+                    f"data={{{unused[0]!r}: ...}} defines how raw columns become rows, but {words} has the column "
+                    f"'{self.source}'. Omit data, or pass only the raw columns"
                 )
             return self._with_numbers(dataset, columns, words)
         config = self._config(columns, words)
@@ -166,11 +166,11 @@ class RowMaker:
             return found[0]
         pairs = [self._of(kind, columns) for kind in FORMATS.values() if "dpo" in kind.trainers]
         if any(set(form.required) <= set(columns) for form in pairs):
-            raise ConfigError(f"{words} has two answers for each prompt: use dpllm.DPDPOTrainer, which compares them")
+            raise ConfigError(f"{words} has two answers for each prompt. Use dpllm.DPDPOTrainer, which compares them")
         if found:
             raise ConfigError(
-                f"{words} has the columns {', '.join(columns)}, which fit the forms {' and '.join(found)}: say which, "
-                f"data={{'format': {found[0]!r}}}"
+                f"{words} has the columns {', '.join(columns)}, which fit the formats {' and '.join(found)}. Choose "
+                f"one with data={{'format': {found[0]!r}}}"
             )
         wanted = "; ".join(f"{' and '.join(form.required)} ({form.name})" for form in forms)
         first = next(iter(columns_in(type(forms[0]))))
@@ -204,12 +204,12 @@ class RowMaker:
             return self.tokenizer
         if self.tokenizer is None:
             raise ConfigError(
-                f"{words} has the columns {', '.join(columns)} and no '{self.source}', so its texts need a tokenizer: "
-                "pass processing_class=AutoTokenizer.from_pretrained(...)"
+                f"{words} has the columns {', '.join(columns)} but no '{self.source}', so its texts need a tokenizer. "
+                "Pass processing_class=AutoTokenizer.from_pretrained(...)"
             )
         raise ConfigError(
-            f"processing_class is of type {type(self.tokenizer).__name__}, and the texts of {words} need a tokenizer: "
-            "pass it (processor.tokenizer), or pass rows that the processor has made"
+            f"processing_class is of type {type(self.tokenizer).__name__}, but the texts of {words} need a tokenizer. "
+            "Pass it (processor.tokenizer), or pass rows that the processor has made"
         )
 
     def _with_numbers(self, dataset: Any, columns: Sequence[str], words: str) -> Any:
@@ -229,7 +229,7 @@ class RowMaker:
         for number, row in enumerate(dataset):
             if row.get(column) not in numbers:
                 raise DataError(
-                    f"{words}: the {column} of row {number} is not one of data.class_names: write the same names, or "
+                    f"{words}: the {column} of row {number} is not one of data.class_names. Write these names, or "
                     "the numbers of the classes, in all rows"
                 )
         return [{**row, column: numbers[row[column]]} for row in dataset]
@@ -269,7 +269,7 @@ def _table(dataset: Any, columns: Sequence[str], words: str) -> datasets.Dataset
         for name in columns:
             if name not in row:
                 raise DataError(
-                    f"{words}: row {number} has no column '{name}'; it has {', '.join(row)}: give every row the same "
+                    f"{words}: row {number} has no column '{name}', only {', '.join(row)}. Give every row the same "
                     "columns"
                 )
             found[name].append(row[name])
@@ -279,7 +279,7 @@ def _table(dataset: Any, columns: Sequence[str], words: str) -> datasets.Dataset
             pa.array(values)
         except (pa.ArrowException, OverflowError) as error:
             raise DataError(
-                f"{words}: the values of the column '{name}' cannot be stored together: give all of them one kind, "
-                "such as text, with the same kind under each key and in each list"
+                f"{words}: the values of the column '{name}' cannot be stored together. Give all of them one type, "
+                "such as text, with the same type under each key and in each list"
             ) from error
     return datasets.Dataset.from_dict(found)

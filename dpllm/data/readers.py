@@ -1,12 +1,12 @@
-"""Readers of local files: each file kind is read in one way, and the kind of a value is never guessed.
+"""Read local files: each file format is read in one way, and the type of a value is never guessed.
 
-Place in the flow: below `dpllm.data.records`. All cells of CSV and TSV files are text: a reader that guesses the kinds
-of each chunk reads the id "00017" as the number 17 in one chunk and as text in the next, and one person becomes two
-units. JSON, Parquet, Arrow and Excel state the kind of each value. A column that mixes text and numbers cannot be used,
-in one file and across files. Errors name the file and the line, never a value.
+All cells of CSV and TSV files are text: a reader that guesses the types of each chunk reads the id "00017" as the
+number 17 in one chunk and as text in the next, and one person becomes two units. JSON, Parquet, Arrow and Excel state
+the type of each value. A column that mixes text and numbers cannot be used, in one file or across files. Errors name
+the file and the line, never a value.
 
-What is found by looking (an encoding, a delimiter) never lets one record change how another one is read: the delimiter
-is that of the header, and a file is read as cp1252 only if no character in it could be UTF-8.
+What is detected (an encoding, a delimiter) never lets one record change how a different record is read: the delimiter
+comes from the header, and a file is read as cp1252 only if no character in it could be UTF-8.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ CHUNK_BYTES = 1 << 25
 """Approximate number of bytes of text that are read into one table."""
 
 NOTHING = "nothing that can be used"
-"""Column of a table that has no column that can be used: it has the number of the records."""
+"""Column of a table without usable columns; it preserves the number of records."""
 
-_EXACT = 2**53  # up to here a float holds every whole number
+_EXACT = 2**53  # up to this number, a float represents every whole number
 _HEAD = 1 << 16
 
 
@@ -53,22 +53,22 @@ class DataError(ValueError):
 
 @dataclasses.dataclass
 class Reading:
-    """How files are read, and what was found while they were read.
+    """How files are read, and what was detected while they were read.
 
     Attributes:
-        encoding: of text files. None: found by looking.
-        delimiter: between the cells of CSV and TSV files. None: the one in the header.
+        encoding: encoding of text files. None: detected.
+        delimiter: delimiter of CSV and TSV files. None: the one in the header.
         field: key of the JSON object, or sheet of the workbook, that holds the records.
         txt_records: "line", "paragraph" or "file": the part of a .txt file that is one record. None: a line.
         needed: columns that the format needs.
-        mixed_as_json: whether places of a list or object that hold several kinds of values are kept as JSON.
-        json_places: these places, such as ``messages[].tool_calls[].function.arguments``.
-        faults: column -> why it cannot be used; its values are left out.
-        remarks: one sentence for each thing that was found by looking.
+        mixed_as_json: whether positions in a list or object with several types of values are kept as JSON.
+        json_places: these positions, such as ``messages[].tool_calls[].function.arguments``.
+        faults: column -> why it cannot be used; its values are dropped.
+        remarks: one sentence for each detected property.
         records_are: what one record is in the files, such as "one line of a text file".
         asks_for_documents: whether a .txt file has blank lines between paragraphs.
-        mixed_places: places that hold several kinds of values, and may be among `json_places`.
-        encodings: file -> the encoding that was found in it.
+        mixed_places: positions with several types of values, which may become `json_places`.
+        encodings: file -> detected encoding.
     """
 
     encoding: str | None = None
@@ -86,14 +86,14 @@ class Reading:
     encodings: dict[Path, str] = dataclasses.field(default_factory=dict)
     _kinds: dict[str, tuple[str, str]] = dataclasses.field(
         default_factory=dict
-    )  # place -> kind, and where it was seen first
+    )  # position -> type, and where it was first seen
 
     def fault(self, column: str, message: str) -> None:
         """Note that a column cannot be used; the first reason is kept."""
         self.faults.setdefault(column, message)
 
     def remark(self, sentence: str) -> None:
-        """Note what was found by looking, once."""
+        """Note a detected property, once."""
         if sentence not in self.remarks:
             self.remarks.append(sentence)
 
@@ -103,12 +103,12 @@ class Reading:
         return pa.schema(fields, metadata=schema.metadata)
 
     def see(self, column: str, place: str, kind: str, where: str) -> None:
-        """Note the kind of a value at a place of a column; a second kind there is a fault of the column.
+        """Note the type of a value at a position of a column; a second type there is a fault of the column.
 
         Args:
             column: name of the column.
-            place: the column, or a place in its objects and lists.
-            kind: in words.
+            place: the column, or a position in its objects and lists.
+            kind: the type in words.
             where: file and line, for messages.
         """
         first, seen = self._kinds.setdefault(place, (kind, where))
@@ -136,8 +136,8 @@ def read_tables(file: Path, reading: Reading | None = None) -> Iterator[pa.Table
     """Yield the records of a file, in order.
 
     Args:
-        file: the file; its ending selects the reader, see `kind_of`.
-        reading: how it is read; None: as without any key of the recipe.
+        file: the file; its ending selects the reader (see `kind_of`).
+        reading: how it is read; None: with the defaults.
 
     Raises:
         DataError: the file cannot be read, or its contents do not match its ending; the message names file and line.
@@ -150,7 +150,7 @@ def read_tables(file: Path, reading: Reading | None = None) -> Iterator[pa.Table
     except UnicodeEncodeError as error:
         raise DataError(f"{file}: {_SURROGATE}") from error
     except PermissionError as error:
-        raise DataError(f"{file}: this user may not read it: change its permissions, or its owner") from error
+        raise DataError(f"{file}: no permission to read it. Change its permissions or its owner") from error
     except (EOFError, zlib.error, lzma.LZMAError) as error:
         raise DataError(_damaged(file)) from error
     except OSError as error:
@@ -160,7 +160,7 @@ def read_tables(file: Path, reading: Reading | None = None) -> Iterator[pa.Table
 
 
 def kind_of(file: str | Path) -> str | None:
-    """Return the kind of a file by its ending in any case, without one for compression; None: it cannot be read.
+    """Return the format of a file from its ending, ignoring case and a compression suffix; None: it cannot be read.
 
     >>> kind_of("notes.CSV.gz"), kind_of("a.ndjson"), kind_of("letter.docx")
     ('.csv', '.jsonl', None)
@@ -175,24 +175,24 @@ def kind_of(file: str | Path) -> str | None:
 
 
 def why_unreadable(file: str | Path) -> str | None:
-    """Return why a file is not read, with the remedy, by its ending; None: it can be read."""
+    """Return why a file cannot be read, with the remedy, from its ending; None: it can be read."""
     if kind_of(file) is not None:
         return None
     ending = Path(file).suffix.lower()
     if ending in _OPENERS:
-        return f"only text files are read compressed: unpack it, or name it after its contents: notes.jsonl{ending}"
+        return f"only text files may be compressed: unpack it, or name it after its contents, as notes.jsonl{ending}"
     return _REMEDIES.get(ending, f"files that end in '{ending}' are not read" if ending else "its name has no ending")
 
 
 def refuse_unreadable(file: Path) -> None:
-    """Raise `DataError` unless the ending of a file is one that can be read."""
+    """Raise `DataError` unless a file with this ending can be read."""
     reason = why_unreadable(file)
     if reason is not None:
         raise DataError(f"{file}: cannot be read: {reason}. Known endings: {ENDINGS}")
 
 
 def _refuse_other_contents(file: Path) -> None:
-    """Raise when the first bytes of a file show that it is another thing than its ending says."""
+    """Raise if the first bytes of a file contradict its ending."""
     refuse_lfs_pointer(file, DataError)
     with open(file, "rb") as source:
         head = source.read(512)
@@ -202,21 +202,19 @@ def _refuse_other_contents(file: Path) -> None:
     for mark, ending in () if _compression(file) else _MARKS:
         if head.startswith(mark) and kind not in ending.split(" or "):
             raise DataError(
-                f"{file}: its contents are those of a file that ends in {ending}: give it its own ending, or save it "
-                f"as {kind}"
+                f"{file}: its contents are those of a file that ends in {ending}. Correct its ending, or save it as "
+                f"{kind}"
             )
     if _HTML.match(head):
-        raise DataError(
-            f"{file}: it holds a web page instead of data: download the file itself, not the page that shows it"
-        )
+        raise DataError(f"{file}: it is a web page, not data. Download the file itself, not the page that shows it")
 
 
 def _damaged(file: Path) -> str:
-    return f"{file}: the compressed file is cut off or damaged: copy or download it again"
+    return f"{file}: the compressed file is truncated or damaged. Copy or download it again"
 
 
 def refuse_equal_files(files: Sequence[Path], what: str) -> None:
-    """Raise when a file is given twice: under two names, or as an identical copy.
+    """Raise if a file is given twice: under two names, or as an identical copy.
 
     Raises:
         DataError: the message names both files.
@@ -231,7 +229,7 @@ def refuse_equal_files(files: Sequence[Path], what: str) -> None:
             if first is not file:
                 raise DataError(
                     f"{what}: {file} and {first} have the same contents, so every record in them would count as two "
-                    "and be protected half as well: remove one of them, or name the files in data.path by a pattern"
+                    "and be protected half as well. Remove one of them, or use a pattern in data.path"
                 )
 
 
@@ -247,8 +245,8 @@ def _read_csv(file: Path, reading: Reading) -> Iterator[pa.Table]:
     with _opened(file, reading, newline="") as source, _long_cells():
         for _ in range(before):
             source.readline()
-        # Quotes are ordinary characters in tab-separated text. Elsewhere an unclosed quote is an error (strict):
-        # otherwise it would swallow the records after it.
+        # Quotes are ordinary characters in tab-separated text. Elsewhere, an unclosed quote is an error (strict),
+        # because it would absorb the records after it.
         plain = kind_of(file) == ".tsv" and delimiter == "\t"
         reader = csv.reader(
             source,
@@ -280,16 +278,16 @@ def _read_csv(file: Path, reading: Reading) -> Iterator[pa.Table]:
 def _delimiter(file: Path, reading: Reading) -> tuple[int, str, bool]:
     """Return the number of lines to skip, the delimiter, and whether a space follows it.
 
-    Only the header decides on them, which is no record.
+    Only the header, which is not a record, determines them.
     """
     usual = "\t" if kind_of(file) == ".tsv" else ","
     with _opened(file, reading, newline="") as source:
         header = next((line for line in source if line.strip()), "")
     stated = re.fullmatch(r"sep=(.)\s*", header)  # a first line that Excel writes and reads
     bare = re.sub(r'"[^"]*"', "", header)
-    most = reading.delimiter or (stated[1] if stated else max((usual, *"\t;|,"), key=bare.count))  # the first of equals
+    most = reading.delimiter or (stated[1] if stated else max((usual, *"\t;|,"), key=bare.count))  # the first on ties
     if most != usual and reading.delimiter is None and not stated:
-        reading.remark(f"{file.name}: cells are separated by {most!r}, as in its header (data.delimiter decides)")
+        reading.remark(f"{file.name}: cells are separated by {most!r}, as in its header (see data.delimiter)")
     return int(bool(stated)), most, 0 < bare.count(most) == bare.count(f"{most} ")
 
 
@@ -301,8 +299,8 @@ def _check_header(header: list[str], file: Path, reading: Reading, delimiter: st
     looks_like_values &= not any(re.fullmatch(r"[^\W\d]\w*", name) for name in header)
     if reading.needed and not set(reading.needed) & set(header) and looks_like_values:
         raise DataError(
-            f"{file}: line 1 looks like a record and not like the names of the columns, and holds none of "
-            f"{', '.join(reading.needed)}: write the columns' names into the first line, separated by {delimiter!r}"
+            f"{file}: line 1 looks like a record, not like column names, and contains none of "
+            f"{', '.join(reading.needed)}. Write the column names into the first line, separated by {delimiter!r}"
         )
 
 
@@ -311,26 +309,26 @@ def _ragged(file: Path, line: int, row: list[str], header: list[str], delimiter:
     if other and 1 in (len(row), len(header)):
         remedy = f"if the separator is {other!r}, set data.delimiter"
     elif len(header) == 1:
-        remedy = "if line 1 is a title and no column's name, remove it; put a text that holds the separator into quotes"
+        remedy = "if line 1 is a title and not a column name, remove it; quote texts that contain the separator"
     elif kind_of(file) == ".tsv" and delimiter == "\t":
-        remedy = "quotes have no meaning in a .tsv file: if its cells are in quotes, let its name end in .csv"
+        remedy = "quotes have no meaning in a .tsv file: if its cells are quoted, rename it to .csv"
     elif len(row) == len(header) + 1 > 2 and line == 2:
-        remedy = "if the first column has no name, write one into the header"
+        remedy = "if the first column has no name, add one to the header"
     else:
-        remedy = "put cells that hold the separator, a quote or a line break into quotes, or correct the line"
+        remedy = "quote cells that contain the separator, a quote or a line break, or correct the line"
     return f"{file}: line {line}: {len(row)} cells, but the header has {len(header)}: {remedy}"
 
 
 def _cells(reader: Any, file: Path, before: int) -> Iterator[tuple[int, list[str]]]:
-    """Yield the number of the line in which a row ends, and its cells; empty lines are skipped."""
+    """Yield the line number at which a row ends, and its cells; empty lines are skipped."""
     try:
         for row in reader:
             if row:
                 yield before + reader.line_num, row
     except csv.Error as error:
         raise DataError(
-            f"{file}: line {before + reader.line_num}: {error}: double a quote inside a quoted cell, and close every "
-            "cell that begins with a quote by another quote"
+            f"{file}: line {before + reader.line_num}: {error}. Double a quote inside a quoted cell, and close every "
+            "quoted cell"
         ) from error
 
 
@@ -354,13 +352,13 @@ def _text_table(rows: list[list[str]], schema: pa.Schema) -> pa.Table:
 
 
 def _read_txt(file: Path, reading: Reading) -> Iterator[pa.Table]:
-    """Read a text file: a line, a paragraph or the whole file is a record, except where it holds spaces only."""
+    """Read a text file: a line, a paragraph or the whole file is a record; blank ones are skipped."""
     part = reading.txt_records or "line"
     with _opened(file, reading, newline=None) as source:
         if reading.txt_records is None and _JSON_RECORD.match(source.read(_HEAD)):
             raise DataError(
-                f"{file}: it holds JSON, and its ending says that its lines are texts: let its name end in .json, or "
-                "set data.txt_records: line to train on the JSON itself"
+                f"{file}: it contains JSON, but its ending says that its lines are texts. Rename it to .json, or set "
+                "data.txt_records: line to train on the JSON itself"
             )
     reading.records_are.add("one text file" if part == "file" else f"one {part} of a text file")
     waiting: list[str] = []
@@ -417,11 +415,11 @@ def _is_object(line: str) -> bool:
     try:
         return line.lstrip()[:1] == "{" and isinstance(json.loads(line), dict)
     except (ValueError, RecursionError):
-        return line.rstrip().endswith("}")  # a faulty line among others: its number is in the message
+        return line.rstrip().endswith("}")  # a faulty line among others; the error gives its number
 
 
 def _whole_json(text: str, file: Path, reading: Reading) -> list[Any]:
-    """Return the records of a list, of an object that holds a list, or of objects that follow each other."""
+    """Return the records of a list, of an object that contains a list, or of consecutive objects."""
     values: list[Any] = []
     place = 0
     while place < len(text) and (more := re.compile(r"[\s,]*\S" if values else r"\s*\S").match(text, place)):
@@ -431,18 +429,18 @@ def _whole_json(text: str, file: Path, reading: Reading) -> list[Any]:
             raise _not_json(error, text, file, None) from error
         values.append(value)
     if reading.field is not None and len(values) != 1:
-        raise DataError(f"{file}: data.field names a key of one object, and the file holds {len(values)}: leave it out")
+        raise DataError(f"{file}: data.field names a key of one object, but the file has {len(values)}: remove it")
     if len(values) != 1:
         return values
     whole = values[0]
     if reading.field is not None:
         for key in reading.field.split("."):
             if not isinstance(whole, dict) or key not in whole:
-                present = f"It has {', '.join(whole)}" if isinstance(whole, dict) else "It is no object"
+                present = f"It has {', '.join(whole)}" if isinstance(whole, dict) else "It is not an object"
                 raise DataError(f"{file}: no key '{key}' (data.field={reading.field}). {present}")
             whole = whole[key]
         if not isinstance(whole, list):
-            raise DataError(f"{file}: data.field={reading.field} is {_kind(whole)}, but a list of records is needed")
+            raise DataError(f"{file}: data.field={reading.field} is {_kind(whole)}, but must be a list of records")
     if isinstance(whole, list):
         return whole
     if isinstance(whole, dict):
@@ -451,28 +449,28 @@ def _whole_json(text: str, file: Path, reading: Reading) -> list[Any]:
 
 
 def _refuse_container(whole: dict[str, Any], file: Path, reading: Reading) -> None:
-    """Raise when an object is no record and holds the records."""
+    """Raise if an object is not a record but contains the records."""
     if len(whole) > 1 and all(isinstance(value, dict) for value in whole.values()):
         raise DataError(
-            f"{file}: it holds one object with {len(whole)} objects in it, and not a list of records: write a list. In "
-            "pandas: to_json(path, orient='records', lines=True)"
+            f"{file}: it holds one object with {len(whole)} objects in it instead of a list of records. In pandas, "
+            "write a list with to_json(path, orient='records', lines=True)"
         )
     if kind_of(file) != ".json":
         return
     if {"columns", "data"} <= set(whole) or _are_columns(list(whole.values())):
-        raise DataError(f"{file}: it holds columns and not records. In pandas: to_json(path, orient='records')")
+        raise DataError(f"{file}: it holds columns instead of records. In pandas, use to_json(path, orient='records')")
     if set(reading.needed) & set(whole):
         return
     lists = [key for key, value in whole.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
     if lists:
         raise DataError(
-            f"{file}: it holds one object, with lists in {', '.join(lists)}: set data.field to the key of the list of "
+            f"{file}: it holds one object, with lists in {', '.join(lists)}. Set data.field to the key of the list of "
             f"records, such as data.field={lists[0]}"
         )
 
 
 def _are_columns(values: list[Any]) -> bool:
-    """Whether the values of an object are lists of plain values, all of one length above 1."""
+    """Return whether the values of an object are lists of plain values, all of the same length above 1."""
     lists = [value for value in values if isinstance(value, list) and not any(map(_is_nested, value))]
     return len(lists) == len(values) > 0 and len({len(value) for value in lists}) == 1 and len(lists[0]) > 1
 
@@ -501,26 +499,26 @@ def _not_json(error: Exception, text: str, file: Path, line: int | None) -> Data
     elif after.startswith(("//", "/*", "#")):
         reason, remedy = "a comment", "remove it: JSON has none"
     elif not after.strip():
-        reason = f"{reason}, at its end: the file or line is cut off"
+        reason = f"{reason} at its end: the file or line is truncated"
     return DataError(f"{file}: cannot be read as json: {where}{reason}: {remedy}")
 
 
 def _tables_of_objects(
     objects: Iterable[tuple[int, Any]], file: Path, noun: str, reading: Reading
 ) -> Iterator[pa.Table]:
-    """Yield tables of numbered objects, each with a bounded number of them."""
+    """Yield tables of numbered objects, each of bounded size."""
     waiting: list[dict[str, Any]] = []
     first = size = 0
     for number, value in objects:
         if not isinstance(value, dict):
             raise DataError(
                 f"{file}: {noun} {number} holds {_kind(value)}, but a record is an object such as "
-                '{"text": "..."}: write one object per record'
+                '{"text": "..."}. Write one object per record'
             )
         if reading.json_places:
             value = {name: _with_json(cell, name, reading.json_places) for name, cell in value.items()}
         for name, cell in value.items():
-            if name not in reading.faults or reading.mixed_as_json:  # all such places are found in one reading
+            if name not in reading.faults or reading.mixed_as_json:  # one reading finds all such positions
                 for place, kind in nested_kinds({name: cell}):
                     if kind != "nothing":
                         reading.see(name, place, kind, f"{file}, {noun} {number}")
@@ -555,8 +553,8 @@ def _object_table(objects: list[dict[str, Any]], file: Path, where: str, reading
         ):
             reading.fault(
                 name,
-                f"{file}: column '{name}' mixes fractions and whole numbers above 2^53 ({where}), which a fraction "
-                "cannot hold exactly: write all its values as text",
+                f"{file}: column '{name}' mixes floats and whole numbers above 2^53 ({where}), which a float cannot "
+                "represent exactly. Write all its values as text",
             )
         if name in reading.faults:
             continue
@@ -567,17 +565,17 @@ def _object_table(objects: list[dict[str, Any]], file: Path, where: str, reading
         except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
             reading.fault(
                 name,
-                f"{file}: column '{name}' holds values of different kinds, or numbers beyond 64 bits ({where}): write "
-                "all its values in one form",
+                f"{file}: column '{name}' holds values of different types, or numbers beyond 64 bits ({where}). Write "
+                "all its values with one type",
             )
     # A table without columns would have no rows.
     return pa.table(columns or {NOTHING: pa.nulls(len(objects))})
 
 
 def nested_kinds(cells: Mapping[str, Any], inside: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the name and the kind of each JSON value, and of those in objects and lists.
+    """Yield the name and the type of each JSON value, including those in objects and lists.
 
-    Arrow refuses most columns of two kinds, but stores true as 1.0 in a column with 0.5.
+    Arrow refuses most columns with two types, but stores true as 1.0 in a column with 0.5.
 
     >>> list(nested_kinds({"text": "x", "vitals": {"pulse": 60, "fever": True}}))[1:]
     [('vitals', 'an object'), ('vitals.pulse', 'a number'), ('vitals.fever', 'true or false')]
@@ -616,7 +614,7 @@ def _size(value: Any) -> int:
 
 
 def _read_xlsx(file: Path, reading: Reading) -> Iterator[pa.Table]:
-    """Read one sheet of a workbook; the kind of a value is that of its cell, and a date is text."""
+    """Read one sheet of a workbook; values keep the types of their cells, and dates become text."""
     reading.records_are.add("one row of a sheet")
     require("excel", f"{file}: save the sheet as .csv. To read a workbook, dpllm")
     import openpyxl
@@ -624,13 +622,13 @@ def _read_xlsx(file: Path, reading: Reading) -> Iterator[pa.Table]:
     try:
         book = openpyxl.load_workbook(file, read_only=True, data_only=True)
     except (zipfile.BadZipFile, KeyError, ValueError) as error:
-        raise DataError(f"{file}: cannot be read as a workbook: save it again, or save the sheet as .csv") from error
+        raise DataError(f"{file}: cannot be read as a workbook. Save it again, or save the sheet as .csv") from error
     try:
         names = book.sheetnames
         if reading.field is not None and reading.field not in names:
             raise DataError(f"{file}: no sheet '{reading.field}' (data.field). It has {', '.join(names)}")
         if reading.field is None and len(names) > 1:
-            raise DataError(f"{file}: it has the sheets {', '.join(names)}: name one with data.field")
+            raise DataError(f"{file}: it has the sheets {', '.join(names)}. Name one with data.field")
         rows = book[reading.field or names[0]].iter_rows(values_only=True)
         cells = next(rows, ())
         header = [f"Unnamed: {number}" if name is None else str(name) for number, name in enumerate(cells)]
@@ -675,8 +673,8 @@ def _read_parquet(file: Path, reading: Reading) -> Iterator[pa.Table]:
 def _with_plain_columns(table: pa.Table, schema: pa.Schema, file: Path, reading: Reading) -> pa.Table:
     """Return a table with only the column types that a data set supports.
 
-    Categories become their values, and ids of the type UUID become text. A column of another type that `datasets` does
-    not support (a map, for example), or of images or sound, is left out; a recipe that names it gets the reason.
+    Categories become their values, and UUIDs become text. A column of images or sound, or of any other type that
+    `datasets` does not support (a map, for example), is dropped; a recipe that names it gets the reason.
     """
     columns: dict[str, pa.ChunkedArray] = {}
     for place, one in enumerate(schema):
@@ -690,7 +688,7 @@ def _with_plain_columns(table: pa.Table, schema: pa.Schema, file: Path, reading:
         if schema.names.count(one.name) > 1:
             reading.fault(one.name, f"{file}: two columns are named '{one.name}': give them different names")
         elif not _is_known(one.with_type(column.type), schema):
-            reading.fault(one.name, f"{file}: column '{one.name}' holds {one.type}, which is not read: write text")
+            reading.fault(one.name, f"{file}: column '{one.name}' holds {one.type}, which is not supported: write text")
         for inside, word in _words(column.type, one.name) if one.name not in reading.faults else ():
             reading.see(one.name, inside, word, str(file))
         if one.name not in reading.faults:
@@ -700,7 +698,7 @@ def _with_plain_columns(table: pa.Table, schema: pa.Schema, file: Path, reading:
 
 
 def _is_known(one: pa.Field, schema: pa.Schema) -> bool:
-    """Return whether `datasets` can return a column without a library for images, sound or films."""
+    """Return whether `datasets` can return a column without a library for images, sound or video."""
     try:
         features = datasets.Features.from_arrow_schema(pa.schema([one], metadata=schema.metadata))
     except (ValueError, TypeError, KeyError):
@@ -709,7 +707,7 @@ def _is_known(one: pa.Field, schema: pa.Schema) -> bool:
 
 
 def _words(kind: pa.DataType, place: str) -> Iterator[tuple[str, str]]:
-    """Yield the kind of a column, and of the places in its objects and lists."""
+    """Yield the type of a column, and of the positions in its objects and lists."""
     if pa.types.is_null(kind):
         return
     word = _word(kind)
@@ -721,7 +719,7 @@ def _words(kind: pa.DataType, place: str) -> Iterator[tuple[str, str]]:
 
 
 def _word(kind: pa.DataType) -> str:
-    """Return the kind of a column's values, in the words of `nested_kinds`."""
+    """Return the type of a column's values, in the words of `nested_kinds`."""
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
         return "text"
     if pa.types.is_integer(kind) or pa.types.is_floating(kind):
@@ -737,7 +735,7 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:200]
 
 
-_SURROGATE = "a text holds half of a surrogate pair, which is not a character: write the file again as UTF-8"
+_SURROGATE = "a text contains half of a surrogate pair, which is not a character. Write the file again as UTF-8"
 
 
 def _compression(file: Path) -> str | None:
@@ -757,7 +755,7 @@ def _opened(file: Path, reading: Reading, newline: str | None) -> Iterator[TextI
     if encoding is None:
         encoding = reading.encodings[file] = reading.encodings.get(file) or _encoding_of(file)
         if encoding != "utf-8-sig":
-            reading.remark(f"{file.name}: read as {encoding}, for it is not UTF-8 (data.encoding decides)")
+            reading.remark(f"{file.name}: read as {encoding}, since it is not UTF-8 (see data.encoding)")
     elif codecs.lookup(encoding).name == "utf-8":
         encoding = "utf-8-sig"  # a byte order mark is not part of the first column's name
     try:
@@ -774,8 +772,8 @@ def _opened(file: Path, reading: Reading, newline: str | None) -> Iterator[TextI
 def _not_decoded(file: Path, encoding: str) -> str:
     name = encoding.removesuffix("-sig")
     return (
-        f"{file}: line {_undecodable_line(file, encoding)} is not {name} text: save the file as UTF-8, or name its "
-        "encoding (data.encoding=cp1252, cp1251, shift_jis, gb18030 and utf-16 are usual)"
+        f"{file}: line {_undecodable_line(file, encoding)} is not {name} text: save the file as UTF-8, or set its "
+        "encoding (data.encoding; cp1252, cp1251, shift_jis, gb18030 and utf-16 are common)"
     )
 
 
@@ -783,7 +781,8 @@ def _encoding_of(file: Path) -> str:
     """Return the encoding of a text file: UTF-8, UTF-16 with or without a mark, or cp1252 (with latin-1's letters).
 
     cp1252 is returned only if no character of the file could be UTF-8 beyond ASCII, so that one record cannot change
-    the text of another; and only if its letters are single ones in Latin words, as in Western languages.
+    the text of a different record; and only if its non-ASCII letters are isolated within Latin words, as in Western
+    languages.
 
     Raises:
         DataError: it is none of them.
@@ -821,7 +820,7 @@ def _encoding_of(file: Path) -> str:
 
 
 def _undecodable_line(file: Path, encoding: str) -> int:
-    """Count the lines up to the first byte that cannot be decoded."""
+    """Return the number of the line with the first byte that cannot be decoded."""
     decoder = codecs.getincrementaldecoder(encoding)()
     line = 1
     with _bytes_of(file) as source:
@@ -847,7 +846,7 @@ READERS: dict[str, Callable[[Path, Reading], Iterator[pa.Table]]] = {
     ".xlsx": _read_xlsx,
     ".txt": _read_txt,
 }
-"""Kinds of files that can be read, by their usual ending."""
+"""Readers by file ending."""
 
 _ALIASES = {".ndjson": ".jsonl", ".jsonlines": ".jsonl", ".tab": ".tsv", ".feather": ".arrow", ".xlsm": ".xlsx"}
 _OPENERS: dict[str, Callable[[Any], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _zstd}
@@ -861,16 +860,16 @@ _REMEDIES: dict[str, str] = {
         (".xls .xlsb .ods .numbers", "save the sheet as .csv or .xlsx"),
         (
             ".docx .doc .pdf .rtf .odt .epub .html .htm .md .xml .eml .pptx",
-            "it is a document with a format of its own: save its text as .txt, or as one object of a .jsonl file",
+            "it is a document in a different format: save its text as .txt, or as one object of a .jsonl file",
         ),
-        (".zip .tar .tgz .7z .rar", "it is an archive: unpack it, and give the folder"),
+        (".zip .tar .tgz .7z .rar", "it is an archive: unpack it, and use the folder"),
         (
             ".pkl .pickle .npy .npz .pt .h5 .hdf5 .db .sqlite .dta .sav .rds .sas7bdat",
             "write its records as .parquet or .jsonl, for example with pandas",
         ),
         (
             ".png .jpg .jpeg .gif .bmp .tif .tiff .webp .heic .mp3 .wav .flac .mp4",
-            "it holds no text: only text is trained on",
+            "it holds no text, and models are only trained on text",
         ),
     )
     for ending in endings.split()
@@ -898,7 +897,7 @@ _UTF8 = re.compile(rb"[\xc2-\xdf][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}|[\xf0-\xf
 _WESTERN = re.compile(
     rb"(?:[\x00-\x7f]|[\x80\x82-\x8c\x8e\x91-\x9c\x9e-\xbf\xd7\xf7]|[\xc0-\xd6\xd8-\xf6\xf8-\xff]{1,2}(?![\xc0-\xff]))*"
 )
-# A sign or a capital of cp1252 within a word is a letter of another encoding, such as latin-2 or that of old Macs.
+# A cp1252 sign or capital within a word is a letter in a different encoding, such as latin-2 or Mac Roman.
 _OTHER_LETTER = re.compile(
     rb"[A-Za-z\xc0-\xff][\xa1-\xac\xae-\xb3\xb5\xb6\xb8\xb9\xbb-\xbf][A-Za-z\xc0-\xff]|[a-z][\x83\x8a\x8e\x9f]"
 )

@@ -1,9 +1,8 @@
-"""Loading of records: from a Hub data set, local files, or a corpus of a pip package.
+"""Load records from a Hub data set, local files, or a corpus in a pip package.
 
-Place in the flow: first of the data stages; local files are read by `dpllm.data.readers`. A *record* is the
-unit of the sequence level, so nothing here deduplicates or reorders, and only ``data.missing`` filters: the number of
-records is the N of the guarantee. A faulty record is an error here, before any training; the message gives its number
-(counted from 0) and never its text.
+`dpllm.data.readers` reads local files. A *record* is the unit at sequence level, so nothing here deduplicates or
+reorders, and only ``data.missing`` filters: the number of records is the N of the guarantee. A faulty record raises an
+error here, before any training; the message gives its number (counted from 0) and never its text.
 """
 
 from __future__ import annotations
@@ -44,13 +43,13 @@ HELD_OUT_SEED = 20240229
 """Public constant that fixes which record numbers ``data.eval.share`` holds out."""
 
 CHATS = "chats"
-"""Note of rows that were made of conversations: "turns" if the assistant's turns alone have loss, "all" otherwise."""
+"""Note on rows that were made from conversations: "turns" if only the assistant's turns have loss, otherwise "all"."""
 
 MANY_COPIES = 0.01
-"""Above this share of records that are copies of others, the report has an open point."""
+"""If more than this share of records are copies of others, the report has an open point."""
 
 _EMPTY = "empty data set: there is no record to train on; check path, split and limit"
-_PUBLIC_ROWS = 0.04  # of public rows; those of the same kind by others, such as E2E's or speeches, hold up to 3 %
+_PUBLIC_ROWS = 0.04  # share of public rows; independent texts of the same kind (E2E, speeches) share up to 3 %
 _SAME_RECORDS = 0.5  # held-out records are refused when at least this share of them is in the training data
 _NUMBER = re.compile("0|[1-9][0-9]{0,17}")
 _ROWS = 4096  # number of rows read together
@@ -58,11 +57,11 @@ _INDEXES: weakref.WeakKeyDictionary[datasets.Dataset, tuple[Any, ContentIndex]] 
 """Content indexes of records, with their columns and units."""
 
 DOCUMENTS = (
-    "Each line of the text files was read as a record of its own, so one line is protected and not a document. There "
-    "are several files, or blank lines between paragraphs. If documents have several lines, set data.txt_records to "
-    "file or paragraph; data.txt_records=line confirms that each line is a record by itself."
+    "Each line of the text files was read as a separate record, so the guarantee protects one line, not one document. "
+    "There are several files, or blank lines between paragraphs. If documents have several lines, set data.txt_records "
+    "to file or paragraph; data.txt_records=line confirms that each line is a separate record."
 )
-"""Printed, and an open point of the report, where lines of text files may be parts of documents."""
+"""Printed, and an open point of the report, if lines of text files may be parts of documents."""
 
 
 def required_columns(config: DataConfig) -> list[str]:
@@ -81,14 +80,14 @@ def load_records(config: DataConfig, privacy: PrivacyUnit | None = None) -> data
     are copied into a private folder of this process (`dpllm.data.private_tempdir`), which is removed when it ends.
 
     Args:
-        config: source of the records. `limit` keeps only that number of records, from the first on.
-        privacy: definition of a unit; None: a unit is one record. With ``missing="drop"`` a record without an id is
-            left out, too.
+        config: source of the records. `limit` keeps only the first records.
+        privacy: definition of a unit; None: a unit is one record. With ``missing="drop"``, a record without an id is
+            also dropped.
 
     Raises:
         ConfigError: the path, split or builtin corpus does not exist or cannot be reached.
-        DataError: no record, a missing column, a null, a column of the wrong kind, a file that cannot be decoded, or
-            two equal files.
+        DataError: there is no record, a column is missing or of the wrong type, a value is null, a file cannot be
+            decoded, or two files are equal.
     """
     records = _finish(read_unchecked(config), config, config.path, config.limit, privacy)
     note_copies(records, text_columns(config), unit_column_of(privacy))
@@ -96,7 +95,7 @@ def load_records(config: DataConfig, privacy: PrivacyUnit | None = None) -> data
 
 
 def read_unchecked(config: DataConfig) -> datasets.Dataset:
-    """Return the training records as they are read, before any check of their columns; as `load_records` otherwise."""
+    """Return the training records as `load_records` does, but without checking their columns."""
     return _load(config.path, config, config.split)
 
 
@@ -116,8 +115,8 @@ def load_train_and_eval(
     Raises:
         ConfigError: as for `load_records`; also for ``data.eval.split`` of a local path, and for a
             held-out file or split that is part of the training data.
-        DataError: as for `load_records`; also for a share that leaves no record on one side, and for held-out records
-            most of which are training records.
+        DataError: as for `load_records`; also for a share that leaves one side without records, and if most held-out
+            records are training records.
     """
     train, held_out = _train_and_eval(config, privacy)
     ids = [] if privacy is None or privacy.unit is None else [privacy.unit]
@@ -130,12 +129,12 @@ def load_train_and_eval(
 def note_public_rows(
     records: datasets.Dataset, public: datasets.Dataset, config: DataConfig, unit_column: str | None
 ) -> None:
-    """Note whether rows for evaluation that are declared public hold training records.
+    """Note whether evaluation rows that are declared public contain training records.
 
     Args:
-        records: to train on.
-        public: the rows for evaluation.
-        config: of the form of both.
+        records: the training records.
+        public: the evaluation rows.
+        config: the format of both.
         unit_column: column of the users' ids; None: a unit is a record.
     """
     found = index_of(records, config, unit_column).found_in(public, text_columns(config), nearly_all=True)
@@ -143,9 +142,9 @@ def note_public_rows(
 
 
 def contents_of(records: datasets.Dataset) -> str | None:
-    """Return a hash of the contents of training records, or of the records that rows were made of.
+    """Return a hash of the contents of training records, or of the records from which rows were made.
 
-    It is that of the columns that are trained on, and of the units' ids. None: `load_train_and_eval` did not read them.
+    It covers the columns that are trained on and the units' ids. None: `load_train_and_eval` did not read them.
     """
     found = _notes(records).get("contents")
     return None if found is None else str(found)
@@ -154,12 +153,12 @@ def contents_of(records: datasets.Dataset) -> str | None:
 def _train_and_eval(
     config: DataConfig, privacy: PrivacyUnit | None
 ) -> tuple[datasets.Dataset, datasets.Dataset | None]:
-    """Return what `load_train_and_eval` does, without its note."""
+    """Return the result of `load_train_and_eval`, without its note."""
     if config.eval.path is not None:
         _refuse_shared_files(config)
     if config.eval.split is not None and config.eval.split == config.split:
         raise ConfigError(
-            f"data.eval.split={config.eval.split!r} is also the training split: name another split, or a share"
+            f"data.eval.split={config.eval.split!r} is also the training split: name a different split, or a share"
         )
     records = load_records(config, privacy)
     if config.eval.path is not None:
@@ -170,12 +169,13 @@ def _train_and_eval(
         local = None if config.path.startswith("builtin:") else find_files(config.path)
         if config.path.startswith("builtin:") or (local and not local.splits):
             raise ConfigError(
-                f"data.eval.split={config.eval.split!r} names a split, and {config.path} has none: give the file with "
-                "the held-out records as data.eval, or a share"
+                f"data.eval.split={config.eval.split!r} names a split, but {config.path} has none: set data.eval to "
+                "the file with the held-out records, or to a share"
             )
         if local and set(split_names(config.eval.split, local)) & set(split_names(config.split, local)):
             raise ConfigError(
-                f"data.eval.split={config.eval.split!r} has files of the training split: name another split, or a share"
+                f"data.eval.split={config.eval.split!r} shares files with the training split: name a different split, "
+                "or a share"
             )
         source = f"{config.path} ({config.eval.split})"
         held_out = _finish(_load(config.path, config, config.eval.split), config, source)
@@ -189,7 +189,7 @@ def _train_and_eval(
     if num_held_out >= num_units:
         raise DataError(
             f"data.eval={config.eval.share} of {num_units} {'users' if num_units < len(records) else 'records'} "
-            "leaves none for training: lower it, or give a path of other records"
+            "leaves none for training: lower it, or set the path of separate records"
         )
     order = np.random.default_rng(HELD_OUT_SEED).permutation(num_units)
     held_out = np.zeros(num_units, dtype=bool)
@@ -198,7 +198,7 @@ def _train_and_eval(
 
 
 def _eval_split(config: DataConfig) -> str:
-    """Return the split of ``data.eval.path``: a folder with one split only is that split."""
+    """Return the split of ``data.eval.path``; for a folder with only one split, that split."""
     path = str(config.eval.path)
     local = None if config.eval.split or path.startswith("builtin:") else find_files(path)
     if local and len(local.splits) > 1:
@@ -222,11 +222,12 @@ def _units_to_hold_out(records: datasets.Dataset, config: DataConfig, privacy: P
 
 
 def check_records(records: datasets.Dataset, config: DataConfig, source: str) -> None:
-    """Raise unless every record has the columns and values that `config.format` needs.
+    """Check that every record has the columns and values that `config.format` needs.
 
     Raises:
-        DataError: no record; a missing column (names those present and the nearest); a null (number of the first
-            record with one); a text column that does not hold text; a chat that is not a list of messages.
+        DataError: there is no record; a column is missing (the message names the present ones and the nearest); a value
+            is null (it gives the first such record's number); a text column does not hold text; or a chat is not a list
+            of messages.
     """
     if len(records) == 0:
         raise DataError(f"{source}: {_EMPTY}")
@@ -240,18 +241,18 @@ def check_records(records: datasets.Dataset, config: DataConfig, source: str) ->
         if column.null_count and not about.optional:
             first = pc.index(pc.is_null(column), True).as_py()
             raise DataError(
-                f"{source}: column '{name}' has {column.null_count} nulls, the first in record {first}, counted from "
-                "0: fill them, or leave these records out with data.missing=drop"
+                f"{source}: column '{name}' has {column.null_count} nulls, the first in record {first} (counted from "
+                "0). Fill them in, or drop these records with data.missing=drop"
             )
         if about.cells is Cells.MESSAGES:
             _check_chats(column, name, source, records.features)
         elif about.cells is Cells.LIST and not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
             raise DataError(
-                f"{source}: column '{name}' holds {column.type}, but a list is needed, with one entry for each word: "
-                "store it as .jsonl or .parquet"
+                f"{source}: column '{name}' holds {column.type}, but must hold lists with one entry per word. Store "
+                "it as .jsonl or .parquet"
             )
         elif about.cells is Cells.TEXT and not _is_text(column.type) and not pa.types.is_null(column.type):
-            raise DataError(f"{source}: column '{name}' holds {column.type}, but text is needed: store it as text")
+            raise DataError(f"{source}: column '{name}' holds {column.type}, but must hold text. Store it as text")
 
 
 def text_columns(config: DataConfig) -> list[str]:
@@ -274,20 +275,23 @@ def _check_chats(column: pa.ChunkedArray, name: str, source: str, features: data
             text = isinstance(chat, str) and chat.lstrip().startswith("[")
             if not (objects or text or is_conversation(chat)):
                 raise DataError(
-                    f"{source}: column '{name}' holds {kind}, but a chat is a list of {{role, content}}: store it so, "
-                    "or set data.columns.messages"
+                    f"{source}: column '{name}' holds {kind}, but a chat is a list of {{role, content}}. Store it in "
+                    "this form, or set data.columns.messages"
                 )
             read_messages(chat, f"record {number}")
 
 
 def check_column(present: list[str], name: str, source: str, records: Any = None) -> None:
-    """Raise `DataError` unless the column `name` is among those `present`.
+    """Check that a column is present.
 
     Args:
         present: names of the columns.
-        name: of a column that is needed.
-        source: of the records, for the message.
-        records: the data set; its notes have the reason why a column of its files cannot be used.
+        name: name of the required column.
+        source: source of the records, for the message.
+        records: the data set; its notes say why a column of its files cannot be used.
+
+    Raises:
+        DataError: the column is missing or cannot be used.
     """
     if name not in present and name in (faults := column_faults(records)):
         raise DataError(faults[name])
@@ -298,9 +302,9 @@ def check_column(present: list[str], name: str, source: str, records: Any = None
 
 
 def sources_of(records: datasets.Dataset) -> dict[str, int]:
-    """Return the local files of records, or of rows made of them: name -> number of records in the file.
+    """Return the local files of records, or of rows made from them: name -> number of records in the file.
 
-    Empty for a data set that was not read from local files.
+    The result is empty for a data set that was not read from local files.
     """
     return dict(_notes(records).get("files", {}))
 
@@ -309,7 +313,7 @@ def has_many_copies(records: datasets.Dataset, unit_column: str | None = None) -
     """Return whether more than `MANY_COPIES` of the loaded records are copies of others, or of other users' records.
 
     Args:
-        records: the records, or rows made of them.
+        records: the records, or rows made from them.
         unit_column: column of the users' ids; None: a unit is a record.
     """
     notes = _notes(records)
@@ -317,12 +321,12 @@ def has_many_copies(records: datasets.Dataset, unit_column: str | None = None) -
 
 
 def has_public_rows(records: datasets.Dataset) -> bool:
-    """Return whether rows for evaluation that are declared public hold some of the loaded training records."""
+    """Return whether evaluation rows that are declared public contain some of the loaded training records."""
     return bool(_notes(records).get("public_rows", False))
 
 
 def chats_in(rows: Any) -> str | None:
-    """Return the note `CHATS` of rows; None for rows that were made of something else."""
+    """Return the note `CHATS` of rows; None for rows that were not made from conversations."""
     found = _notes(rows).get(CHATS)
     return None if found is None else str(found)
 
@@ -333,9 +337,9 @@ def column_faults(records: Any) -> dict[str, str]:
 
 
 def reading_remarks(records: datasets.Dataset) -> list[str]:
-    """Return what was found when local files were read: files left out, an encoding, a delimiter; for the screen only.
+    """Return what was detected in local files: skipped files, an encoding, a delimiter; for the screen only.
 
-    The sentences may hold names of files and private numbers, so they are not published.
+    The sentences may contain file names and private numbers, so they are not published.
     """
     return list(_notes(records).get("read", []))
 
@@ -346,17 +350,17 @@ def record_words(records: Any) -> str | None:
 
 
 def may_be_documents(records: Any) -> bool:
-    """Return whether each line of text files is a record, and the files suggest that a document has several lines."""
+    """Return whether each line of text files is a record although the files suggest multi-line documents."""
     return bool(_notes(records).get("documents", False))
 
 
 def keep_notes(records: datasets.Dataset, rows: datasets.Dataset, **more: Any) -> None:
-    """Copy the notes of `records` to the `rows` made of them, and add `more` to them."""
+    """Copy the notes of `records` to the `rows` made from them, and add `more`."""
     rows.info.description = json.dumps({**_notes(records), **more})
 
 
 def _notes(records: Any) -> dict[str, Any]:
-    """Return the notes of this library in the description of a data set."""
+    """Return this library's notes from the description of a data set."""
     if isinstance(records, datasets.Dataset):
         with contextlib.suppress(TypeError, ValueError):
             found = json.loads(records.info.description)
@@ -384,31 +388,31 @@ def _finish(
 
 
 def _without_missing(records: datasets.Dataset, columns: Sequence[str]) -> datasets.Dataset:
-    """Return the records that have a value in all columns. Each record decides on itself alone.
+    """Return the records that have a value in all columns. Whether a record is kept depends on that record alone.
 
-    An empty text or list is no value, as an empty cell of a CSV file is none; nor is the class -1 of `datasets`.
+    An empty text or list counts as missing, like an empty cell of a CSV file, and so does the class -1 of `datasets`.
 
-    The number of those left out is private: the counts of the files become those of the records that are kept.
+    The number of dropped records is private: the counts of the files become those of the kept records.
     """
     kept = np.ones(len(records), dtype=bool)
     for name in set(columns) & set(records.column_names):
         column = records.with_format("arrow")[:][name]
         kept &= ~pc.fill_null(_is_empty(column), True).to_numpy(zero_copy_only=False)
-        if isinstance(records.features[name], datasets.ClassLabel):  # -1 is how `datasets` writes that there is none
+        if isinstance(records.features[name], datasets.ClassLabel):  # `datasets` writes -1 for a missing class
             kept &= pc.not_equal(column.fill_null(-1), -1).to_numpy(zero_copy_only=False)
     if kept.all():
         return records
     notes = _notes(records)
     places = iter(np.split(kept, np.cumsum(list(notes.get("files", {}).values()))))
     files = {name: int(next(places).sum()) for name in notes.get("files", {})}
-    remark = f"records without a value in {' or '.join(columns)} are left out (data.missing=drop)"
+    remark = f"records without a value in {' or '.join(columns)} are dropped (data.missing=drop)"
     records = records.select(np.flatnonzero(kept))
     keep_notes(records, records, **{**notes, "files": files, "read": [*notes.get("read", []), remark]})
     return records
 
 
 def _is_empty(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return (num_records,) whether a cell is missing, a text without a letter or sign, or a list of nothing."""
+    """Return (num_records,) whether a cell is missing, a blank text, or an empty list."""
     kind = column.type
     if pa.types.is_dictionary(kind):
         column = column.cast(kind.value_type)
@@ -422,22 +426,22 @@ def _is_empty(column: pa.ChunkedArray) -> pa.ChunkedArray:
 def with_class_numbers(
     records: datasets.Dataset, name: str, names: Sequence[str] | None, source: str
 ) -> datasets.Dataset:
-    """Turn text labels into class numbers: by the names of the classes, or by reading them as decimal digits.
+    """Turn text labels into class numbers: by the names of the classes, or by reading them as decimal numbers.
 
     Args:
         records: the records.
         name: column of the labels.
-        names: of all classes, in order. None: labels are numbers.
-        source: of the records, for messages.
+        names: names of all classes, in order. None: labels are numbers.
+        source: source of the records, for messages.
 
     Raises:
-        DataError: a label is neither; gives the number of the first such record.
+        DataError: a label is neither; the message gives the number of the first such record.
     """
     feature, labels = records.features[name], records.with_format("arrow")[:][name]
     if names is not None and isinstance(feature, datasets.ClassLabel) and feature.names != list(names):
         raise DataError(
-            f"{source}: the file of column '{name}' lists its classes in another order or under other names than "
-            "data.class_names: list them in data.class_names as the file does"
+            f"{source}: the classes in column '{name}' of the file differ in order or names from data.class_names. "
+            "List them in data.class_names as the file does"
         )
     if not _is_text(labels.type) or len(records) == 0:
         return records
@@ -453,8 +457,8 @@ def with_class_numbers(
         else:
             need = "is not one of data.class_names" if known else "is text and not a class number"
             raise DataError(
-                f"{source}: the label of record {number} (column '{name}') {need}: write the classes as 0, 1, 2, ..., "
-                "or name them all, in order, as data.class_names"
+                f"{source}: the label of record {number} (column '{name}') {need}. Write the classes as 0, 1, 2, ..., "
+                "or list all their names, in order, in data.class_names"
             )
     notes, order = records.info.description, records.column_names
     numbered = records.remove_columns(name).add_column(name, pa.array(classes, pa.int64()).to_pylist())
@@ -464,11 +468,11 @@ def with_class_numbers(
 
 
 def note_copies(records: datasets.Dataset, columns: Sequence[str], unit_column: str | None = None) -> None:
-    """Note whether many records are copies of other records; at user level, of those of other users.
+    """Note whether many records are copies of other records; at user level, of other users' records.
 
     Args:
-        records: the records; one that has the note for these units already is not read again.
-        columns: those with texts.
+        records: the records; if they already have the note for these units, they are not read again.
+        columns: columns with texts.
         unit_column: column of the users' ids; None: a unit is a record.
     """
     if _notes(records).get("copies_of", "") != unit_column:
@@ -477,11 +481,11 @@ def note_copies(records: datasets.Dataset, columns: Sequence[str], unit_column: 
 
 
 def index_of(records: datasets.Dataset, config: DataConfig, unit_column: str | None = None) -> ContentIndex:
-    """Return the content index of records, which is made when it is first needed.
+    """Return the content index of records, which is built on first use.
 
     Args:
-        records: the records; an index belongs to this object.
-        config: of their form.
+        records: the records; the index belongs to this object.
+        config: their format.
         unit_column: column of the users' ids; None: a unit is a record.
     """
     wanted = (tuple(text_columns(config)), unit_column)
@@ -497,7 +501,7 @@ def unit_column_of(privacy: PrivacyUnit | None) -> str | None:
 
 
 def units_of(records: datasets.Dataset, unit_column: str | None) -> NDArray[np.int64] | None:
-    """Return (num_records,) unit numbers; None if each record is a unit, or ids cannot be used, which is refused later.
+    """Return (num_records,) unit numbers; None if each record is a unit, or if ids are unusable, which fails later.
 
     Args:
         records: the records.
@@ -515,21 +519,21 @@ def units_of(records: datasets.Dataset, unit_column: str | None) -> NDArray[np.i
 def _refuse_shared_records(
     records: datasets.Dataset, held_out: datasets.Dataset, config: DataConfig, source: str
 ) -> None:
-    """Raise when most of the held-out records are training records, in any file."""
+    """Raise if most held-out records are training records, in any file."""
     index = index_of(held_out, config)
     shared = int(index.found_in(records, text_columns(config), nearly_all=True).sum())
     if shared and shared >= _SAME_RECORDS * index.long.sum():
         raise DataError(
             f"{source}: {shared} of {index.long.sum()} held-out records are training records, so nothing is held "
-            "out: give records that are not in data.path, or set data.eval to a share"
+            "out. Use records that are not in data.path, or set data.eval to a share"
         )
 
 
 def _refuse_shared_files(config: DataConfig) -> None:
-    """Raise when a held-out file is a training file, or a copy of one.
+    """Raise if a held-out file is a training file, or a copy of one.
 
     Raises:
-        ConfigError: names both.
+        ConfigError: the message names both files.
     """
     trained, held_out = (
         [] if path.startswith("builtin:") else [Path(file) for file in local_files(path, split)]
@@ -545,16 +549,17 @@ def _refuse_shared_files(config: DataConfig) -> None:
         if same is not None:
             raise ConfigError(
                 f"data.eval.path={config.eval.path}: {file} is part of data.path={config.path} (as {same}), so the "
-                "model would be trained on it: move it out of that folder, or name only the training files by a pattern"
+                "model would be trained on it. Move it out of that folder, or use a pattern that matches only the "
+                "training files"
             )
 
 
 def shared_source(private: DataConfig, public: DataConfig) -> str | None:
-    """Return a file, or a data set, of which both sections read records. Nothing is opened; copies are not found.
+    """Return a file or data set from which both sections read records. Nothing is opened, so copies are not detected.
 
     Args:
         private: a section. Its held-out records count too, unless ``data.eval.public`` declares them public.
-        public: another section, of which only ``path`` and ``split`` count.
+        public: a second section, of which only ``path`` and ``split`` count.
     """
     held_out = not private.eval.public
     paths = [(private.path, private.split)]
@@ -581,7 +586,7 @@ def shared_source(private: DataConfig, public: DataConfig) -> str | None:
 
 
 def _files_named(path: str, split: str) -> list[str]:
-    """Return the files of a local path, or a path that names no file now; none for a Hub name or a corpus."""
+    """Return the files of a local path, or a path that matches no file now; none for a Hub name or a corpus."""
     if path.startswith("builtin:"):
         return []
     try:
@@ -609,7 +614,7 @@ def _load_local(found: LocalFiles, split: str, config: DataConfig) -> datasets.D
     refuse_equal_files(places, found.path)
     reading = reading_of(config)
     records, counts = _stored(found.path, places, reading)
-    if reading.mixed_places:  # one reading finds them, and another one keeps them as JSON
+    if reading.mixed_places:  # the first reading finds them, and the second keeps them as JSON
         reading = reading_of(config, frozenset(reading.mixed_places))
         records, counts = _stored(found.path, places, reading)
     unused = [name for name in records.column_names if name in reading.faults or name == NOTHING]
@@ -680,11 +685,11 @@ def _stored(path: str, files: Sequence[Path], reading: Reading) -> tuple[dataset
         records = store(tables(), reading.with_json)
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         raise DataError(
-            f"{path}: its files hold different kinds of values in one column: {_one_line(error)}: write the column in "
-            "one form in all files"
+            f"{path}: its files hold different types of values in one column ({_one_line(error)}). Write the column "
+            "with the same type in all files"
         ) from error
     except OSError as error:
-        raise DataError(f"{path}: cannot be read or copied to the private folder: {_one_line(error)}") from error
+        raise DataError(f"{path} cannot be read or copied to the private folder: {_one_line(error)}") from error
     if records is None:
         raise DataError(f"{path}: {_EMPTY}")
     return records, counts
@@ -695,11 +700,11 @@ def _end(to: int | None, size: int) -> int:
 
 
 def refuse_overlap(split: str, sizes: Mapping[str, int]) -> None:
-    """Check that the parts of a split have no record in common: it would count as two and be protected less.
+    """Check that the parts of a split share no record: it would count as two and be protected less.
 
     Args:
         split: as in a recipe, such as ``train[:10%]+train[90%:]``.
-        sizes: split name -> number of records; a part of a split that is not named here is treated as the whole split.
+        sizes: split name -> number of records; a part of a split that is missing here is treated as the whole split.
 
     Raises:
         ConfigError: two parts overlap.
@@ -712,8 +717,8 @@ def refuse_overlap(split: str, sizes: Mapping[str, int]) -> None:
     for (name, _, end), (other, begin, last) in itertools.pairwise(spans):
         if name == other and begin < end and begin < last:
             raise ConfigError(
-                f"data.split={split!r} takes record {begin} of {name!r} twice: it would count as two records, each "
-                "protected separately, and be protected half as well. Write parts that do not overlap"
+                f"data.split={split!r} takes record {begin} of {name!r} twice. It would count as two records and be "
+                "protected half as well. Use parts that do not overlap"
             )
 
 
@@ -735,7 +740,7 @@ def _load_hub(path: str, name: str | None, split: str) -> datasets.Dataset:
         raise ConfigError(
             f"data set {path!r} (name={name!r}, split={split!r}) cannot be loaded from the Hub"
             f"{offline if datasets.config.HF_HUB_OFFLINE else ''}: {_one_line(error)}. "
-            "Check the name, or give a local file or folder as data.path"
+            "Check the name, or set data.path to a local file or folder"
         ) from error
     finally:
         os.umask(mask)
@@ -757,18 +762,18 @@ _REMEDY = "fill it in, or remove it from the data before this run"
 
 
 _TOGETHER = 1000
-"""Records that are hashed together. Another number gives another hash."""
+"""Number of records that are hashed together; the hash depends on it."""
 
 
 def hash_of_records(records: datasets.Dataset, columns: Sequence[str]) -> str:
-    """Return a hash of some columns of all records, in their order, to compare a later reading with.
+    """Return a hash of some columns of all records, in order, to compare with a later reading.
 
-    It is of private text, so it is never written as it is: the ledger gets its HMAC under a key that is not released
+    It depends on private text, so it is never written itself: the ledger gets its HMAC with a key that is not released
     (`dpllm.privacy.same_rows`).
 
     Args:
         records: the records.
-        columns: their names; those that the records lack are left out.
+        columns: names of the columns; those that the records lack are ignored.
     """
     digest = hashlib.sha256()
     present = [name for name in dict.fromkeys(columns) if name in records.column_names]

@@ -1,7 +1,7 @@
-"""The interface between the data and the training loop: the unit index of rows, and rows as padded tensors.
+"""Map rows to privacy units and to padded tensors.
 
-Place in the flow: the end of the data stages. `dpllm.data.records` loads records, `dpllm.data.tokenization` makes rows,
-and this module maps rows to units and to tensors. The names a user needs from all three can be imported from here.
+`dpllm.data.records` loads records, `dpllm.data.tokenization` makes rows, and this module maps rows to units and to
+tensors. Everything that a user needs from these three modules can be imported from here.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from dpllm.data.tokenization import train_tokenizer as train_tokenizer
 from dpllm.data.units import UnitIndex
 
 CLASS_AS_TEXT = (
-    "the column '{name}' of a row holds text or another thing that is no number, and the loss needs numbers: name all "
-    "classes, in order (DPTrainer(data={{'class_names': [...]}}), in a recipe data.class_names), or replace each class "
-    "by its number, 0 to model.config.num_labels - 1"
+    "the column '{name}' of a row is not a number, but the loss needs numbers. List the names of all classes, in order "
+    "(DPTrainer(data={{'class_names': [...]}}), in a recipe data.class_names), or replace each class with its number, "
+    "0 to model.config.num_labels - 1"
 )
 
-# Columns that a tokenizer leaves when it cuts a text into several rows.
+# Columns that a tokenizer adds when it splits a text into several rows.
 _PIECES = ("overflow_to_sample_mapping", "overflowing_tokens", "num_truncated_tokens")
 MARKS_OF_UNITS = (RECORD, *_PIECES)
-"""Columns of tokenized rows that `unit_index_of` reads: who makes other rows of them copies these columns."""
+"""Columns of tokenized rows that `unit_index_of` reads; code that makes new rows from them must copy them."""
 
 
 def unit_index_of(dataset: Any, privacy: PrivacyUnit, rng: np.random.Generator | None = None) -> UnitIndex:
@@ -93,10 +93,9 @@ def _refuse_pieces(dataset: Any, present: Sequence[str]) -> None:
     marks = [name for name in _PIECES if name in present]
     if marks and RECORD not in present:
         raise DataError(
-            f"The column '{marks[0]}' shows that a tokenizer cut long texts into several rows, and no column "
-            f"'{RECORD}' gives their records: each piece would count as a unit, and a record would be protected less "
-            f"than stated. Add a column '{RECORD}' with the number of each row's text, or tokenize with "
-            "dpllm.data.rows.tokenize_records"
+            f"The column '{marks[0]}' shows that a tokenizer cut long texts into several rows, but there is no "
+            f"column '{RECORD}'. Each piece would count as a unit, and a record would be protected less than stated. "
+            f"Add a column '{RECORD}' with the number of each row's text, or use dpllm.data.rows.tokenize_records"
         )
     if isinstance(dataset, datasets.Dataset):
         return
@@ -104,7 +103,7 @@ def _refuse_pieces(dataset: Any, present: Sequence[str]) -> None:
     if lacking and "input_ids" in dataset[lacking[0]]:
         raise DataError(
             f"Some rows have a column '{RECORD}' and others do not; the first that differs from row 0 is row "
-            f"{lacking[0]}. Give it to all of them: rows of one record are one unit"
+            f"{lacking[0]}. Add it to all rows, since the rows of one record are one unit"
         )
 
 
@@ -151,7 +150,7 @@ class RowCollator:
                 input tokens; or the rows have different numbers of values.
         """
         if not rows:
-            raise DataError("no row to collate: a batch needs at least one row (a padding row where nothing was drawn)")
+            raise DataError("no row to collate: a batch needs at least one row (a padding row if nothing was drawn)")
         ids = [_list(row, "input_ids") for row in rows]
         masks = [
             _list(row, "attention_mask") if "attention_mask" in row else [1] * len(own)
@@ -183,8 +182,8 @@ class RowCollator:
         labels = _list(row, "labels")
         if self.task != "seq2seq_lm" and len(labels) != len(ids):
             raise DataError(
-                f"row {number} of the batch has {len(labels)} labels for {len(ids)} input tokens: give one label per "
-                "token, -100 where no loss is wanted"
+                f"row {number} of the batch has {len(labels)} labels for {len(ids)} input tokens. Pass one label per "
+                "token, with -100 at tokens without loss"
             )
         return labels
 
@@ -216,8 +215,8 @@ class PackedCollator:
         lengths = [len(_list(row, "input_ids")) for row in rows]
         if min(lengths) == 0 or seen_BT.sum(1).tolist() != lengths or "token_type_ids" in padded:
             raise DataError(
-                "a row has no token, masked tokens or token types, and rows cannot be packed with them: leave padding "
-                "and token types out of the rows, or set microbatch.pack to false"
+                "a row has no token, or has masked tokens or token types, so it cannot be packed. Remove padding and "
+                "token types from the rows, or set microbatch.pack to false"
             )
         labels_BT = padded["labels"]
         labels_BT[:, 0] = IGNORE
@@ -248,26 +247,26 @@ def column_of(dataset: Any, name: str) -> Sequence[Any]:
 def _list(row: Mapping[str, Any], name: str) -> list[int]:
     if row.get(name) is None:
         held = ", ".join(key for key in row if row[key] is not None) or "no column"
-        raise DataError(f"a row has no '{name}'; it has {held}: tokenize the records first, alike for all rows")
+        raise DataError(f"a row has no '{name}', only {held}. First tokenize all records in the same way")
     value = row[name]
     return value.tolist() if hasattr(value, "tolist") else list(value)
 
 
 def _class(row: Mapping[str, Any], name: str) -> int:
     if name not in row:
-        raise DataError(f"a row has no '{name}'; it has {', '.join(row)}: a classifier needs the class of each row")
+        raise DataError(f"a row has no '{name}', only {', '.join(row)}. A classifier needs the class of each row")
     try:
         number = int(row[name])
     except (TypeError, ValueError) as error:
         raise DataError(CLASS_AS_TEXT.format(name=name)) from error
     if number != row[name] and not isinstance(row[name], str):
-        raise DataError(f"the column '{name}' of a row is {float(row[name])}, and a class is a whole number")
+        raise DataError(f"the column '{name}' of a row is {float(row[name])}, but a class is a whole number")
     return number
 
 
 def _numbers(row: Mapping[str, Any], name: str) -> list[float]:
     if name not in row:
-        raise DataError(f"a row has no '{name}'; it has {', '.join(row)}: a row needs the values that it is to predict")
+        raise DataError(f"a row has no '{name}', only {', '.join(row)}. A row needs its target values")
     value = row[name]
     value = value.tolist() if hasattr(value, "tolist") else value
     return [float(number) for number in value] if isinstance(value, list | tuple) else [float(value)]
@@ -276,7 +275,7 @@ def _numbers(row: Mapping[str, Any], name: str) -> list[float]:
 def _values(rows: list[list[float]]) -> Tensor:
     if len({len(row) for row in rows}) > 1:
         raise DataError(
-            f"the rows of a batch have {sorted({len(row) for row in rows})} values to predict: give each the same "
+            f"the rows of a batch have {sorted({len(row) for row in rows})} target values. Give each row the same "
             "number, model.config.num_labels"
         )
     return torch.tensor(rows, dtype=torch.float32)

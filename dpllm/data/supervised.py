@@ -1,10 +1,9 @@
-"""Rows for supervised fine-tuning from examples in TRL's shapes.
+"""Make rows for supervised fine-tuning from examples in TRL's formats.
 
-Place in the flow: before `dpllm.DPSFTTrainer` makes its plan. Each row is made of one example only, by the steps of
-TRL's ``SFTTrainer`` (version 1.16, ``_prepare_dataset``): the end-of-sequence token is added to texts, chat templates
-are applied, tokens without loss are masked, and long rows are cut. `tests/data/test_supervised.py` compares the rows
-with those of ``SFTTrainer``. It leaves examples out that have no target; here they are an error, because N would
-depend on it.
+Each row is made from one example only, by the steps of TRL's ``SFTTrainer`` (version 1.16, ``_prepare_dataset``): the
+end-of-sequence token is added to texts, chat templates are applied, tokens without loss are masked, and long rows are
+truncated. `tests/data/test_supervised.py` compares the rows with those of ``SFTTrainer``. ``SFTTrainer`` drops examples
+without a target; here they are an error, because N would depend on them.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ class Supervised:
     Attributes:
         tokens: tokenizer and chat template.
         text_column: column of texts.
-        completion_only: whether only completions have loss. None: if there is a completion.
+        completion_only: whether only completions have loss. None: only if there is a completion.
         assistant_only: whether only the assistant's words have loss.
-        max_length: the most tokens of a row. None: no limit.
-        keep_end: whether the beginning of a long row is cut off, and not its end.
+        max_length: largest number of tokens in a row. None: no limit.
+        keep_end: whether to cut off the beginning of a long row instead of its end.
     """
 
     tokens: Tokens
@@ -56,8 +55,9 @@ class Supervised:
             keep: columns that are copied.
 
         Raises:
-            ConfigError: the data set is of another kind, or an option does not fit its columns.
-            DataError: an example has another shape than the first one, or no target; the message gives its number.
+            ConfigError: the data set has none of these columns, or an option does not fit its columns.
+            DataError: an example's format differs from the first one's, or it has no target; the message gives its
+                number.
         """
         refuse_unprepared(dataset, words)
         parts = self._parts(dataset.column_names, words)
@@ -87,13 +87,13 @@ class Supervised:
         known = {*columns, *(["messages"] if "conversations" in columns else [])}
         if missing := [name for name in parts or () if name not in known]:
             raise ConfigError(
-                f"{words} has the columns {', '.join(columns)} and no '{missing[0]}'. Give it texts in the column "
+                f"{words} has the columns {', '.join(columns)} but no '{missing[0]}'. Pass texts in the column "
                 f"'{self.text_column}' (dataset_text_field), 'prompt' and 'completion', 'messages', or 'input_ids'"
             )
         if self.completion_only and parts != ("prompt", "completion") and "completion_mask" not in columns:
             raise ConfigError(
                 f"completion_only_loss=True needs the columns 'prompt' and 'completion', or token ids with a "
-                f"'completion_mask', and {words} has {', '.join(columns)}: leave completion_only_loss out"
+                f"'completion_mask', but {words} has {', '.join(columns)}. Omit completion_only_loss"
             )
         return parts
 
@@ -118,8 +118,8 @@ class Supervised:
                     raise self.tokens.refusal(number, example, error) from error
                 if self.assistant_only and 1 not in row["assistant_masks"]:
                     raise DataError(
-                        f"row {number}: the chat template marks no word of the assistant, so assistant_only_loss=True "
-                        f"leaves no target. Mark them with {{% generation %}} in it, or {REMEDY}"
+                        f"row {number}: the chat template marks none of the assistant's words, so "
+                        f"assistant_only_loss=True leaves no target. Mark them with {{% generation %}}, or {REMEDY}"
                     )
             row = self._cut(_with_labels(row, self._masks(parts)))
             if all(label == IGNORE for label in row["labels"][1:]):
@@ -128,15 +128,13 @@ class Supervised:
         if without:
             raise DataError(
                 f"{words}: {len(without)} row(s) have no target within max_length={self.max_length}, the first is row "
-                f"{without[0]}. Allow longer rows, cut beginnings (truncation_mode='keep_end'), or leave these records "
-                "out before N is counted (TRL leaves them out silently)"
+                f"{without[0]}. Allow longer rows, cut beginnings (truncation_mode='keep_end'), or drop these records "
+                "before N is counted (TRL drops them silently)"
             )
 
     def _refuse_said(self, number: int, chat: bool) -> None:
         if self.assistant_only and not chat:
-            raise ConfigError(
-                f"assistant_only_loss=True needs conversations, and row {number} holds texts: leave it out"
-            )
+            raise ConfigError(f"assistant_only_loss=True needs conversations, but row {number} holds texts. Omit it")
 
     def _masks(self, parts: tuple[str, ...] | None) -> list[str]:
         completed = parts is not None and len(parts) > 1 if self.completion_only is None else self.completion_only
@@ -189,8 +187,7 @@ def _with_labels(row: Mapping[str, Any], masks: Sequence[str]) -> dict[str, Any]
 def common_length(one: Sequence[int], other: Sequence[int]) -> int:
     """Return how many first tokens two sequences have in common.
 
-    A template may render a prompt differently by itself than before an answer: the answer then begins where the two
-    differ.
+    A template may render a prompt differently if an answer follows: the answer then begins where the two differ.
 
     >>> common_length([1, 2, 3], [1, 2, 4, 5])
     2

@@ -1,10 +1,10 @@
-"""Tokenization: records become rows of token ids and labels.
+"""Tokenize records into rows of token ids and labels.
 
-Place in the flow: after the records are loaded, before units are sampled. Each record becomes one row, or several
-(`long_records: split`), and never zero, so N is the same before and after. Every row has the number of its record.
-A record without any target is an error here, before training; the message names the record.
+Each record becomes one row, or several (`long_records: split`), and never zero, so N is the same before and after.
+Every row has the number of its record. A record without any target is an error here, before training; the message gives
+the record's number.
 
-Labels follow the convention of transformers: the input ids themselves, -100 where no loss is wanted, not shifted.
+Labels follow the convention of transformers: the input ids themselves, -100 at tokens without loss, not shifted.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PIECE_ROWS = 256
 
 TYPES = "token_type_ids"
 RECORD = "record"
-"""Column of a tokenized data set: the number of the record that a row was made from."""
+"""Column of a tokenized data set: the number of the record from which a row was made."""
 
 Example = tuple[list[int], Any]
 """Input ids of a whole record, and its labels: a list, or a class number for a classifier."""
@@ -54,17 +54,17 @@ def tokenize_records(
 ) -> datasets.Dataset:
     """Return the rows of all records, in the order of the records.
 
-    The format says what a record holds (`dpllm.config.formats`). A text gets the end-of-sequence token (and a beginning
-    token if the tokenizer adds one), with loss on every token. A completion follows its prompt without anything between
-    them, with loss on it and the end-of-sequence token. A chat goes through the template, with loss on the assistant's
-    turns (`dpllm.data.chat`). Words are joined by spaces, with the class of a word at its first token. A question and
-    its context are encoded as a pair; the labels mark the answer (`dpllm.models.losses.span_loss`), or the row's first
-    token if there is none or it was cut off.
+    The format defines what a record holds (`dpllm.config.formats`). A text gets the end-of-sequence token (and a
+    beginning token if the tokenizer adds one), with loss on every token. A completion directly follows its prompt, with
+    loss on it and the end-of-sequence token. A chat is rendered by the template, with loss on the assistant's turns
+    (`dpllm.data.chat`). Words are joined by spaces, with the class of a word at its first token. A question and its
+    context are encoded as a pair; the labels mark the answer (`dpllm.models.losses.span_loss`), or the row's first
+    token if there is no answer or it was cut off.
 
     A record longer than `max_length` is truncated at its end. The part before the first target (a prompt) is shortened
-    from its beginning, down to half of the row, so that targets always remain. With `long_records: split` the record
-    becomes consecutive rows instead; each starts with the last token of the row before, so every target is predicted
-    once. Rows of a split record without a target (from a long prompt) are left out: they have no loss.
+    from its beginning, down to half of the row, so that targets always remain. With `long_records: split`, the record
+    becomes consecutive rows instead; each starts with the last token of the previous row, so every target is predicted
+    once. Rows of a split record without a target (from a long prompt) are dropped, since they have no loss.
 
     Args:
         records: one record per row.
@@ -88,7 +88,7 @@ def tokenize_records(
     for name in keep:
         check_column(records.column_names, name, "records")
         if name in ("input_ids", "labels", TYPES, RECORD):
-            raise ConfigError(f"column '{name}' cannot be kept: a tokenized row has a column of that name; rename it")
+            raise ConfigError(f"column '{name}' cannot be kept: tokenized rows have a column of that name. Rename it")
     maker = _RowMaker(tokenizer, config, task, num_labels)
 
     with_types = config.form.holds is Question and TYPES in tokenizer.model_input_names
@@ -223,7 +223,7 @@ def _check_request(tokenizer: PreTrainedTokenizerBase, config: DataConfig, task:
     form = config.form
     if task not in form.tasks:
         raise ConfigError(
-            f"data.format={form.name!r} cannot be combined with model.task={task!r}; it needs model.task "
+            f"data.format={form.name!r} cannot be combined with model.task={task!r}; it requires model.task "
             f"{' or '.join(form.tasks)}"
         )
     if None not in form.trainers:
@@ -235,7 +235,7 @@ def _check_request(tokenizer: PreTrainedTokenizerBase, config: DataConfig, task:
     if config.max_length > tokenizer.model_max_length:
         raise ConfigError(
             f"data.max_length={config.max_length} exceeds the {tokenizer.model_max_length} tokens that the model's "
-            "tokenizer allows: lower it"
+            "tokenizer allows. Lower it"
         )
 
 
@@ -304,7 +304,7 @@ class _RowMaker:
         for tokens, own, number in zip(aligned(self.tokenizer, texts), records, numbers, strict=True):
             if len(own.words) != len(own.tags):
                 raise DataError(
-                    f"record {number} has {len(own.tags)} tags for {len(own.words)} words: give one tag for each word"
+                    f"record {number} has {len(own.tags)} tags for {len(own.words)} words, but needs one tag per word"
                 )
             classes = [self._class(tag, number) for tag in own.tags]
             self.counts["truncated"] += tokens.cut(self.config.max_length)
@@ -343,7 +343,7 @@ class _RowMaker:
         if not _has_target(labels):
             raise DataError(
                 f"record {number}: all labels are masked or there is nothing to predict (it has {len(ids)} tokens). A "
-                f"text needs two tokens, a chat an answer by the assistant: {_REMEDY}"
+                f"text needs two tokens, and a chat needs an answer by the assistant: {_REMEDY}"
             )
         if len(ids) <= limit:
             yield ids, labels
@@ -385,8 +385,8 @@ class _RowMaker:
     def _values(self, values: list[Any], number: int, count: int) -> list[float]:
         if len(values) != count or not all(_is_number(value) for value in values):
             raise DataError(
-                f"record {number}: {count} finite number(s) are needed to predict (model.num_labels), and it has "
-                f"{len(values)} value(s): correct the column {self.form.labels!r}"
+                f"record {number}: it needs {count} finite number(s) as targets (model.num_labels), but has "
+                f"{len(values)} value(s). Correct the column {self.form.labels!r}"
             )
         return [float(value) for value in values]
 
@@ -394,17 +394,17 @@ class _RowMaker:
         names = self.config.class_names
         if isinstance(label, str) and names is not None and label in names:
             return names.index(label)
-        if isinstance(label, float) and label.is_integer():  # pandas writes 1 as 1.0 beside a missing value
+        if isinstance(label, float) and label.is_integer():  # pandas writes 1 as 1.0 if a value is missing
             label = int(label)
         if not isinstance(label, int):
-            need = f"is {type(label).__name__}, and a class is a whole number" if names is None else "is no such name"
+            need = f"is {type(label).__name__}, not a whole number" if names is None else "is not one of the names"
             raise DataError(
-                f"record {number}: the label {need}: write the classes as 0, 1, 2, ..., or name them all, in order, "
-                "as data.class_names"
+                f"record {number}: the label {need}. Write the classes as 0, 1, 2, ..., or list all their names, in "
+                "order, in data.class_names"
             )
         if label < 0 or (self.num_labels is not None and label >= self.num_labels):
             bound = "at least 0" if self.num_labels is None else f"one of 0..{self.num_labels - 1} (model.num_labels)"
-            raise DataError(f"record {number}: the label must be {bound}; correct the label or model.num_labels")
+            raise DataError(f"record {number}: the label must be {bound}. Correct the label or model.num_labels")
         return int(label)
 
 

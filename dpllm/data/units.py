@@ -1,12 +1,11 @@
-"""The index of privacy units: which rows belong to which unit.
+"""Index the privacy units: which rows belong to which unit.
 
-Place in the flow: between the data and the sampler. The sampler draws units; this index gives their rows. A
-neighbouring data set lacks one whole unit, so all rows of a unit must be used or left out together: a long record cut
-into several rows stays one unit, and so does a user with many records. The number of units never changes after the
-index is made.
+The sampler draws units, and this index returns their rows. A neighbouring data set lacks one whole unit, so all rows of
+a unit must be used or omitted together: a long record that was split into several rows is still one unit, and so is a
+user with many records. The number of units never changes after the index was built.
 
-Regular sequences of numbers are stored as a `range`, which takes no memory: the index of a data set of 10^9 rows, each
-a unit, consists of two ranges.
+Regular sequences of numbers are stored as a `range`, which takes no memory: the index of a data set with 10^9 rows,
+each of them a unit, consists of two ranges.
 
 The ids are private. The errors name a row number and never an id.
 """
@@ -31,20 +30,20 @@ Int64Array = NDArray[np.int64]
 ONE_ROW = "one row as given"
 SAME_ID = "all rows with the same id"
 _INVISIBLE = ("Cf", "Cc")  # Unicode's categories of format and control characters
-_EXACT = 2**53  # up to here a float holds every whole number
+_EXACT = 2**53  # up to this number, a float represents every whole number
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?")
-_BLOCK = 1 << 20  # entries read together, where reading all at once would double the memory
-_KEY = secrets.randbits(64)  # of the hashes of ids, which never leave the process
+_BLOCK = 1 << 20  # entries read together, since reading all of them would double the memory
+_KEY = secrets.randbits(64)  # key of the id hashes, which never leave the process
 
 
 @dataclass(frozen=True, eq=False)
 class RowIds:
-    """The unit id of each row as a keyed 64-bit hash, to find rows that moved after the index was made.
+    """The unit id of each row as a keyed 64-bit hash, to detect rows that moved after the index was built.
 
     Attributes:
-        hashes: (number of rows of the data set,) uint64; rows that no unit keeps count.
+        hashes: (number of rows in the data set,) uint64, including rows that no unit keeps.
         normalize: whether text ids are equal if `normalized_id` makes them equal.
-        column: name of the column of the ids. None: unknown.
+        column: name of the column with the ids. None: unknown.
     """
 
     hashes: NDArray[np.uint64] = field(repr=False)
@@ -67,22 +66,22 @@ class UnitIndex:
     rows: Int64Array | range
     """(num_rows,): row numbers; those of a unit are consecutive."""
     rows_dropped: int = 0
-    """Number of rows left out because their unit already had its maximum."""
+    """Number of rows dropped because their unit already had its maximum."""
     rows_per_owner: int = 1
-    """The most of these units that one privacy unit may have; more than 1 only in the result of `each_row`."""
+    """Largest number of these units that one privacy unit may have; more than 1 only in the result of `each_row`."""
     differ_in_case: bool = False
-    """Whether two text ids differ only in upper and lower case. They count as two units."""
+    """Whether two text ids differ only in case. They count as two units."""
     made_of: str | None = None
-    """How the units were made, in words for the report: `ONE_ROW`, or `SAME_ID` with its column. None: from arrays."""
+    """How the units were built, in words for the report: `ONE_ROW`, or `SAME_ID` with its column. None: from arrays."""
     many_copies: bool = False
     """Whether many records are copies of other units' records (`dpllm.data.records.has_many_copies`)."""
     in_public_rows: bool = False
-    """Whether rows for evaluation that are declared public hold training records."""
+    """Whether evaluation rows that are declared public contain training records."""
     ids: RowIds | None = field(default=None, repr=False)
-    """The ids that the units were made of, as hashes. None: they were made without ids."""
+    """Hashes of the ids from which the units were built. None: they were built without ids."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the fields for a copy or a pickle, without the hashes, which are of this process."""
+        """Return the fields for a copy or a pickle, without the hashes, which are valid only in this process."""
         return {**self.__dict__, "ids": None}
 
     def __post_init__(self) -> None:
@@ -98,7 +97,7 @@ class UnitIndex:
         if self.offsets[0] != 0 or self.offsets[-1] != len(self.rows) or not _rises(self.offsets):
             raise ValueError("offsets must rise from 0 to the number of rows: every unit has at least one row")
         if not (isinstance(self.rows, range) or _rises(self.rows) or _rises(np.sort(self.rows))):
-            raise ValueError("a row belongs to two units, so the clip norm would bound neither of them: give it to one")
+            raise ValueError("a row belongs to two units, so the clip norm would bound neither. Assign it to one unit")
 
     @classmethod
     def one_row_per_unit(cls, num_rows: int) -> UnitIndex:
@@ -123,7 +122,7 @@ class UnitIndex:
         Args:
             ids: one id per row, all texts or all whole numbers. An array of whole numbers is used directly, without a
                 Python object per row.
-            max_rows_per_unit: the most rows a unit may have; the others are left out and counted in `rows_dropped`.
+            max_rows_per_unit: largest number of rows per unit; the others are dropped and counted in `rows_dropped`.
                 None: no bound.
             rng: generator that draws the rows to keep, uniformly among the unit's rows. None: keep the first ones.
             normalize: treat text ids as equal when `normalized_id` makes them equal.
@@ -163,11 +162,11 @@ class UnitIndex:
         return cls(offsets, kept, rows_dropped=len(units) - len(kept), **facts)
 
     def refuse_moved(self, rows: Sequence[int] | Int64Array | range, ids: Sequence[Any]) -> None:
-        """Check that rows still belong to the units of this index; an index made without ids accepts any.
+        """Check that rows still belong to the units of this index; an index that was built without ids accepts any.
 
         Args:
             rows: (R,) row numbers.
-            ids: (R,) the id that each of these rows has now, as for `from_ids`.
+            ids: (R,) the current id of each of these rows, as for `from_ids`.
 
         Raises:
             ConfigError: a row has a different id; the message gives its number and never an id.
@@ -181,13 +180,13 @@ class UnitIndex:
         if len(moved):
             column = "" if self.ids.column is None else f" in the column '{self.ids.column}'"
             raise ConfigError(
-                f"Row {rows[int(moved[0])]} has a different id{column} than when the units were made: the rows were "
-                "shuffled, sorted, filtered or changed since. A unit would be a mixture of several people's rows, and "
-                "ε would hold for none of them. Make a new DPTrainer, or a new UnitIndex, after the last change"
+                f"Row {rows[int(moved[0])]} has a different id{column} than when the units were built: the rows were "
+                "shuffled, sorted, filtered or changed since. A unit would mix several people's rows, and ε would hold "
+                "for none of them. Create a new DPTrainer or a new UnitIndex after the last change"
             )
 
     def doubts(self, column: str | None) -> list[str]:
-        """Return the reasons to doubt that a unit is all that one person gave, as open points of a report.
+        """Return the reasons to doubt that a unit is all data of one person, as open points of a report.
 
         Args:
             column: column of the users' ids; None: a unit is a record.
@@ -195,42 +194,42 @@ class UnitIndex:
         found = []
         if self.many_copies and column is None:
             found.append(
-                "More than 1% of the records that were read are copies of other records, apart from case, punctuation, "
-                "spaces or a label before them. Each is a unit of its own here, so a text that is in k records is "
-                "protected k times less. Remove the copies, or confirm that they are of different people."
+                "More than 1% of the records are copies of other records, apart from case, punctuation, spaces or a "
+                "label before them. Each copy is a separate unit, so a text that is in k records is protected k times "
+                "less. Remove the copies, or confirm that they are from different people."
             )
         elif self.many_copies:
             found.append(
-                "More than 1% of the records that were read are copies of other users' records, apart from case, "
-                "punctuation, spaces or a label before them. A text that k users have is protected k times less. "
-                "Remove the copies, or confirm that they are of different people."
+                "More than 1% of the records are copies of other users' records, apart from case, punctuation, spaces "
+                "or a label before them. A text that k users have is protected k times less. Remove the copies, or "
+                "confirm that they are from different people."
             )
         if self.in_public_rows:
             found.append(
-                "The rows for evaluation, which are declared public (eval_is_public), hold records that were trained "
-                "on. Results on them, and what follows these results, are not covered by ε. Take the records out of "
-                "the rows, or confirm that they are public."
+                "The evaluation rows, which are declared public (eval_is_public), contain training records. ε does not "
+                "cover results on them, or decisions that follow from these results. Remove the records from the rows, "
+                "or confirm that they are public."
             )
         if column is None:
             return found
         if self.num_units == self.num_rows > 1 and self.rows_dropped == 0 and self.rows_per_owner == 1:
             found.append(
-                f"No id in column '{column}' occurs twice. Perhaps the column numbers rows or messages, and not "
-                "people. A person with several rows is then protected less than this report says. Confirm that each "
-                "person has one row, or run again with the column that holds the person's id."
+                f"No id in column '{column}' occurs twice. The column may number rows or messages instead of people. A "
+                "person with several rows is then protected less than this report says. Confirm that each person has "
+                "one row, or run again with the column that contains the person's id."
             )
         if self.differ_in_case:
             found.append(
-                f"Some ids in column '{column}' differ only in upper and lower case, and count as different users. "
+                f"Some ids in column '{column}' differ only in case, and count as different users. "
                 "Confirm that they are different people, or set privacy.normalize_ids: true."
             )
         return found
 
     def each_row(self) -> UnitIndex:
-        """Return the index in which every row that is kept is drawn and clipped separately.
+        """Return the index in which every kept row is drawn and clipped separately.
 
-        The guarantee still protects the units of this index: the accounting uses `rows_per_owner`, the most rows that
-        one of them has.
+        The guarantee still protects the units of this index: the accounting uses `rows_per_owner`, the largest number
+        of rows that one of them has.
 
         >>> UnitIndex.from_ids(["ann", "bob", "ann"]).each_row().rows_per_owner
         2
@@ -250,7 +249,7 @@ class UnitIndex:
 
     @property
     def max_rows(self) -> int:
-        """Number of rows of the unit that has most."""
+        """Largest number of rows that a unit has."""
         if isinstance(self.offsets, range):
             return self.offsets.step if self.num_units else 0
         blocks = (self.offsets[at : at + _BLOCK + 1] for at in range(0, self.num_units, _BLOCK))
@@ -300,7 +299,7 @@ def _take(values: Int64Array | range, places: Int64Array) -> Int64Array:
 
 
 def _rises(values: Int64Array | range) -> bool:
-    """Return whether each entry is larger than the one before."""
+    """Return whether each entry is larger than the previous one."""
     if isinstance(values, range):
         return values.step > 0
     return bool(np.all(values[1:] > values[:-1]))
@@ -311,10 +310,10 @@ def _offsets(counts: NDArray[np.integer[Any]]) -> Int64Array:
 
 
 def normalized_id(text: str) -> str:
-    """Return the form of a text id in which one person's spellings are equal.
+    """Return a normal form of a text id, in which different spellings of one id are equal.
 
     Compatible characters become equal (Unicode NFKC). Invisible characters and spaces at the ends are removed, and
-    other runs of spaces become one space. Case is ignored, and a number has one spelling.
+    other runs of spaces become one space. Case is ignored, and a number has only one spelling.
 
     >>> [normalized_id(text) for text in ("00017", " 17", "1e2", "100.0", "Ann  Lee", "ann lee")]
     ['17', '17', '100', '100', 'ann lee', 'ann lee']
@@ -323,7 +322,7 @@ def normalized_id(text: str) -> str:
 
 
 def _without_disguise(text: str) -> str:
-    """Return the same form with upper and lower case kept."""
+    """Return the same form, with case preserved."""
     if not (text.isascii() and text.isprintable()):
         text = unicodedata.normalize("NFKC", text)
         text = "".join(letter for letter in text if letter.isspace() or unicodedata.category(letter) not in _INVISIBLE)
@@ -363,8 +362,8 @@ def _checked_texts(ids: Sequence[Any], normalize: bool) -> tuple[Sequence[Any], 
             how = "the same number written differently" if _NUMBER.fullmatch(plain) else "equal but for spaces or form"
             raise ValueError(
                 f"the unit ids of rows {first_row[other]} and {row} are {how} (leading zeros, 1e2 for 100, spaces, "
-                "composed characters), so one user may count as two: write each id in one form, or set "
-                "privacy.normalize_ids: true, which treats such ids, and ids that differ only in case, as one"
+                "composed characters), so one user may count as two. Write each id in one form, or set "
+                "privacy.normalize_ids: true, which treats such ids, and ids that differ only in case, as the same"
             )
         folded.add(plain.casefold())
     return ids, len(folded) < len(spelled)
@@ -409,22 +408,22 @@ def _unit_of_each_row(ids: Sequence[Any]) -> Int64Array:
         kind = _kind(value)
         if kind is None:
             raise ValueError(
-                f"row {row} has no usable unit id (it is missing, empty, or neither text nor a whole number). Fill in "
-                "the ids or drop the rows without one: a row without an id cannot be protected as part of a user"
+                f"row {row} has no usable unit id (it is missing, empty, or neither text nor a whole number), so it "
+                "cannot be protected as part of a user. Fill in the ids, or drop the rows without one"
             )
         if first_kind is None:
             first_kind = kind
         elif kind is not first_kind:
             raise ValueError(
-                f"unit ids mix text and numbers; the first row that differs is row {row}. Write all ids in one form: "
-                "otherwise one user could count as two"
+                f"unit ids mix text and numbers, so one user could count as two; the first row that differs is row "
+                f"{row}. Write all ids in one form"
             )
         units[row] = number_of.setdefault(value, len(number_of))
     return units
 
 
 def _unit_of_each_number(ids: NDArray[np.integer[Any]]) -> Int64Array:
-    """Do the same for an array; rows in the order of their records, as tokenization leaves them, need no sorting."""
+    """Do the same for an array; rows in the order of their records, as after tokenization, need no sorting."""
     units = np.zeros(len(ids), dtype=np.int64)
     if np.all(ids[:-1] <= ids[1:]):
         np.cumsum(ids[1:] != ids[:-1], out=units[1:])
@@ -436,7 +435,7 @@ def _unit_of_each_number(ids: NDArray[np.integer[Any]]) -> Int64Array:
 
 
 def _kind(value: Any) -> type | None:
-    """Return str or int for an id that can be used, None for one that cannot."""
+    """Return str or int for a usable id, and None for any other."""
     if isinstance(value, str):
         return str if value.strip() else None
     if isinstance(value, bool | np.bool_):

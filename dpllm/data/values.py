@@ -1,7 +1,7 @@
-"""Values of records that no other record has changed: one kind in each column, and a form that no table decides.
+"""Keep the values of a record independent of all other records in its table.
 
-Place in the flow: where values become text or tensors. A table has one type for all rows, so one record's 37.5 would
-turn another's 30 into 30.0: a single record would change the rows of all people, and no clip norm bounds that.
+A table has one type for all rows, so the value 37.5 in one record would turn 30 in another record into 30.0. A single
+record would then change the rows of all people, and no clip norm bounds that.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _WHOLE, _FRACTION = "a whole number", "a fraction"
 
 
 def own_value(value: Any) -> Any:
-    """Return a value of a table in a form that no other row of the table decides.
+    """Return a value from a table in a form that does not depend on the table's other rows.
 
     A table has one type for all rows: an object gets the keys of every row, filled with null and in the order of the
-    first, and whole numbers beside fractions become fractions. Here keys without a value are left out, keys are sorted,
-    and fractions that are whole numbers are whole numbers. A template that writes the arguments of a tool would
-    otherwise write those of other records, too.
+    first row, and a column with one float turns all whole numbers into floats. Here, keys without a value are omitted,
+    keys are sorted, and floats that are whole numbers become integers. A template that renders the arguments of a tool
+    would otherwise also render those of other records.
 
     >>> own_value({"day": "Monday", "city": None, "count": 2.0})
     {'count': 2, 'day': 'Monday'}

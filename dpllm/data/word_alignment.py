@@ -1,7 +1,4 @@
-"""Tokens with their places in the text: the class of each word and the place of an answer become labels of tokens.
-
-Place in the flow: called by `dpllm.data.tokenization` for words with classes and for questions about a text.
-"""
+"""Align tokens with the text: turn the class of each word, or the position of an answer, into token labels."""
 
 from __future__ import annotations
 
@@ -94,8 +91,8 @@ def aligned(tokenizer: PreTrainedTokenizerBase, *texts: list[str]) -> Iterator[A
     """
     if not tokenizer.is_fast:
         raise ConfigError(
-            f"{type(tokenizer).__name__} does not tell the place of a token in the text, which this data.format needs. "
-            "Use a tokenizer of the tokenizers library (tokenizer.json)"
+            f"{type(tokenizer).__name__} does not return the positions of tokens in the text, which this data.format "
+            "needs. Use a tokenizer of the tokenizers library (tokenizer.json)"
         )
     encoding = tokenizer(*texts, return_offsets_mapping=True, return_token_type_ids=True, verbose=False)
     for number in range(len(texts[0])):
@@ -122,8 +119,8 @@ def answer_of(answers: Any, context: str, number: int) -> tuple[int, int]:
         texts, starts = list(answers["text"]), [int(start) for start in answers["answer_start"]]
     except (TypeError, KeyError, ValueError) as error:
         raise DataError(
-            f"record {number}: the answers are not {{text: [...], answer_start: [...]}}: store them so, or set "
-            "data.columns.answers"
+            f"record {number}: the answers must have the form {{text: [...], answer_start: [...]}}. Store them in this "
+            "form, or set data.columns.answers"
         ) from error
     if not texts and not starts:
         return 0, 0
@@ -132,7 +129,7 @@ def answer_of(answers: Any, context: str, number: int) -> tuple[int, int]:
     end = starts[0] + len(texts[0])
     if context[starts[0] : end] != texts[0]:
         raise DataError(
-            f"record {number}: the answer is not at character {starts[0]} of the context: correct answer_start, which "
+            f"record {number}: the answer is not at character {starts[0]} of the context. Correct answer_start, which "
             "counts characters from 0"
         )
     return starts[0], end

@@ -1,7 +1,7 @@
 """Compute (ε, δ) of the steps that ran.
 
-Place in the flow: calibration uses it to find σ, and the report to compute ε of the ledger. Every number is computed
-with privacy loss distributions (Koskela et al., arXiv:1906.03049; "connect the dots" discretization, arXiv:2207.04380,
+Calibration uses it to find σ, and the report to compute the ledger's ε. Every number is computed with privacy loss
+distributions (Koskela et al., arXiv:1906.03049; "connect the dots" discretization, arXiv:2207.04380,
 which only ever errs upwards) through the library dp_accounting, for a Gaussian sum over a truncated Poisson sample
 (arXiv:2508.15089). Nothing here sees private data.
 
@@ -27,8 +27,8 @@ from dpllm.mechanism.parts import Mechanism
 from dpllm.privacy.rounding import format_delta
 
 DISCRETIZATION = 1e-4
-"""Width of the grid of privacy losses on which an ε between 0.1 and 100 is reported, and the least ε that is stated."""
-_LEAST_WIDTHS, _MOST_WIDTHS = 1000, 500_000  # of an ε, on the grid that follows its scale
+"""Width of the grid of privacy losses for an ε between 0.1 and 100, and the smallest ε that is stated."""
+_LEAST_WIDTHS, _MOST_WIDTHS = 1000, 500_000  # grid widths per ε, on the grid that follows its scale
 TOOL = "dp_accounting"
 
 
@@ -62,8 +62,8 @@ def epsilon(history: History, delta: float, adjacency: str = "zero-out", discret
         history: (event, count) pairs, of events, mechanisms, or events of dp_accounting; counts of 0 are allowed.
         delta: δ, between 0 and 1.
         adjacency: "zero-out" or "replace-one".
-        discretization: width of the grid of privacy losses, which is then the least ε that is returned. None: it
-            follows the scale of ε. `discretization_used` says which width was used.
+        discretization: width of the grid of privacy losses, which is then the smallest ε that is returned. None: it
+            follows the scale of ε. `discretization_used` returns the width that was used.
 
     Returns:
         ε; 0.0 for a history without steps; inf when a step has no noise, or no ε holds at this δ.
@@ -118,8 +118,8 @@ def delta_function(
         history: (event, count) pairs.
         adjacency: "zero-out" or "replace-one".
         discretization: width of the grid of privacy losses.
-        tilted: compose again for each ε, so that the rounding error is small compared with any δ. False: compose
-            once, and rounding adds T 2**-50 to every δ; use it for many values at once.
+        tilted: whether to compose again for each ε, so that the rounding error is small compared with any δ. False:
+            compose once, and rounding adds T 2**-50 to every δ; use it for many values at once.
     """
     merged = merge(history)
     _check_adjacency(adjacency)
@@ -160,7 +160,7 @@ def merge(history: History) -> _Merged:
             counts[one] = counts.get(one, 0) + count
     if (total := sum(number for _, number in steps)) > MAX_STEPS:
         raise ValueError(
-            f"{total:,} steps are more than {MAX_STEPS:,}: computing their ε would take too long. Take fewer steps"
+            f"{total:,} steps exceed the limit of {MAX_STEPS:,}, since their ε takes too long. Use fewer steps"
         )
     return tuple(sorted(counts.items(), key=lambda item: str(item[0])))
 
@@ -173,8 +173,8 @@ def _steps(what: Event | Mechanism | dp_accounting.DpEvent, count: int) -> list[
         return what.history(num_steps)
     if isinstance(what, type) or not callable(getattr(what, "rounds", None)):
         raise TypeError(
-            f"a history holds events or mechanisms, got {type(what).__name__}. Give (event, count) pairs; the event of "
-            "a plan is plan.event"
+            f"a history holds events or mechanisms, got {type(what).__name__}. Pass (event, count) pairs; a plan's "
+            "event is plan.event"
         )
     return [(what, num_steps)]
 
@@ -191,7 +191,7 @@ def _epsilon(merged: _Merged, delta: float, adjacency: str, discretization: floa
 
 @lru_cache(maxsize=256)
 def _on_its_scale(merged: _Merged, delta: float, adjacency: str) -> tuple[float, float]:
-    """Return ε, without a floor, on the grid that follows its scale, and the width of this grid as it was asked for."""
+    """Return ε, without a floor, on the grid that follows its scale, and the requested width of this grid."""
 
     def computed(width: float) -> float:
         return _on_a_grid(merged, delta, adjacency, discretization_used(merged, adjacency, width))
@@ -204,7 +204,7 @@ def _on_its_scale(merged: _Merged, delta: float, adjacency: str) -> tuple[float,
     width = DISCRETIZATION
     if any(one.is_bare for one, _ in merged):
         return math.inf, width
-    if not fits(width, 2):  # it takes seconds, so it is worth a look whether a wider grid will do
+    if not fits(width, 2):  # it takes seconds, so first check whether a wider grid suffices
         rough = computed(64 * width)
         while 2 * _MOST_WIDTHS * width <= rough < math.inf and width < 16 * DISCRETIZATION:
             width *= 2
@@ -227,9 +227,9 @@ def _check(merged: _Merged, delta: float, adjacency: str) -> None:
     num_steps = sum(count for _, count in merged)
     if num_steps * pld.STEP_TAIL > delta / 100 and not any(one.is_bare for one, _ in merged):
         raise ValueError(
-            f"delta={format_delta(delta)} cannot be certified over {num_steps} steps: the mass cut off their "
-            f"tails may be up to {format_delta(num_steps * pld.STEP_TAIL)}. Take a larger delta; a delta below "
-            f"{format_delta(num_steps * pld.STEP_TAIL * 100)} protects nobody better"
+            f"delta={format_delta(delta)} cannot be certified over {num_steps} steps: the mass cut off from their "
+            f"tails may be up to {format_delta(num_steps * pld.STEP_TAIL)}. Set a larger delta; below "
+            f"{format_delta(num_steps * pld.STEP_TAIL * 100)}, a smaller delta protects nobody better"
         )
 
 
@@ -252,7 +252,7 @@ def _tilted_epsilon(directions: list[list[tuple[pld.LossPmf, int]]], delta: floa
 def _epsilon_of_half(merged: _Merged, delta: float, discretization: float) -> float:
     """Return an ε' with (1 + exp(ε')) δ' <= δ under zero-out.
 
-    Start at δ' = δ and go down: each time to the δ' that the last ε' allows, and at the end slightly further.
+    Start at δ' = δ and decrease it: each time to the δ' that the last ε' allows, and at the end slightly further.
     """
     directions = _parts(merged, "zero-out", discretization)
     log_delta = at = math.log(delta)
@@ -300,17 +300,17 @@ def untruncated(history: History) -> list[tuple[Round, int]]:
 
 
 def of_starts(event: Event, counts: Sequence[int], planned: int | None = None) -> list[tuple[Event, int]]:
-    """Return the steps of a run by its starts, or without a resume, if they cost more so.
+    """Return a run's steps by start, or its steps without a resume if these cost more.
 
-    Noise that is correlated over all steps may cost less if it begins again: the steps of one start are not counted
-    against those of another. But the moment of a resume may follow from the run's releases, and the ε of a mechanism
-    is that of its dearest course. Gaussian sums over all units cost more, at every ε, the larger the sum of 1/σ² is.
-    For other rounds, a new start never costs less than going on.
+    Noise that is correlated over all steps may cost less after a restart, since the steps of one start are not combined
+    with those of another. But the moment of a resume may depend on the run's releases, and a mechanism's ε must cover
+    its most expensive course. Gaussian sums over all units cost more, at every ε, the larger the sum of 1/σ² is. For
+    other rounds, a restart never costs less than an uninterrupted run.
 
     Args:
-        event: of each step.
-        counts: steps of each start or resume.
-        planned: steps of the run without a resume. None: as many as those of all starts.
+        event: the event of each step.
+        counts: number of steps of each start or resume.
+        planned: number of steps without a resume. None: the total of all starts.
     """
     starts = [(event, count) for count in counts]
     whole = [(event, sum(counts) if planned is None else planned)]
@@ -321,7 +321,7 @@ def of_starts(event: Event, counts: Sequence[int], planned: int | None = None) -
 
 
 def together(history: History) -> _Merged:
-    """Return the rounds of a history; Gaussian sums over all units with different noise as the one that costs as much.
+    """Return the rounds of a history; combine Gaussian sums over all units into one that costs the same.
 
     >>> from dpllm import Step
     >>> [(one, count)] = together([(Step(sampling_rate=1.0, noise_multiplier=sigma), 1) for sigma in (3.0, 4.0)])
@@ -369,7 +369,7 @@ def discretization_used(
         history: (event, count) pairs.
         adjacency: "zero-out" or "replace-one".
         discretization: the requested width.
-        delta: δ of an `epsilon` whose grid follows its scale; the request is then what that scale asks for.
+        delta: δ of an `epsilon` whose grid follows its scale; that scale then determines the requested width.
     """
     merged = merge(history)
     if delta is not None and merged:

@@ -1,22 +1,22 @@
-"""The budget of one data set over all runs on it, in a file.
+"""Keep the privacy budget of one data set over all runs on it, in a file.
 
-Place in the flow: beside the plan. Before a run trains, it charges all its planned steps to the file. When it has
-ended, it settles with the steps that its ledger charged. In between, and after a crash, the reservation remains. All
-entries are composed as one history, at the δ and under the adjacency of the file. So the ε of the data set is known
-at any time, and a run that would exceed it does not start.
+Before a run trains, it charges all its planned steps to the file. When it has ended, it settles with the steps that its
+ledger charged. In between, and after a crash, the reservation remains. All entries are composed as one history, at the
+file's δ and under its adjacency. The ε of the data set is therefore known at any time, and a run that would exceed the
+budget does not start.
 
     create_budget("chats.budget.json", dataset="chats", epsilon=8.0, delta=1e-6, unit="user", num_units=50_000, ...)
     entry = charge("chats.budget.json", plan, dataset="chats")     # before training, or BudgetError
     check_entry("chats.budget.json", entry, plan)                  # before the run is resumed, or BudgetError
     settle("chats.budget.json", entry, ledger.num_steps)           # after it has ended
 
-The file is changed under a lock (``<name>.lock`` beside it, which is never deleted) and replaced atomically and
-durably. It carries a hash of its contents against accidents and careless edits; the hash is not a signature. An older
-copy of the file is refused if its lock file has recorded a later one (`dpllm.privacy.budget_lock`).
+The file is changed under a lock (the file ``<name>.lock`` next to it, which is never deleted) and replaced atomically
+and durably. It contains a hash of its contents to detect accidents and careless edits; the hash is not a signature. An
+older copy of the file is refused if its lock file has recorded a later one (`dpllm.privacy.budget_lock`).
 
-A file cannot record two things. First, runs that never charged it: the guarantee covers the runs whose recipe names
+The file cannot record two things. First, runs that never charged it: the guarantee only covers runs whose recipe names
 the file. Second, why a plan was chosen: composition is proved for plans (σ, q, T) that do not depend on the releases of
-earlier runs. A search that sets the noise or length of a run from the results of the run before needs a privacy filter
+earlier runs. A search that sets a run's noise or length from the results of the previous run needs a privacy filter
 instead (Rogers, Roth, Ullman, Vadhan, arXiv:1605.08294).
 """
 
@@ -76,11 +76,11 @@ class Entry:
     charged_at: str
     """Time of the first charge, UTC."""
     segments: tuple[int, ...] = ()
-    """Steps of each start before the last one, for events whose resume costs more than going on (`Event.restarts`)."""
+    """Steps of each start before the last one, for events whose resume costs extra (`Event.restarts`)."""
     steps_planned: int | None = None
-    """T of the plan, where a resume allows another number. None: as many as are reserved."""
+    """T of the plan, if a resume allows a different number. None: as many as are reserved."""
     head: dict[str, Any] | None = None
-    """The place in the run's ledger (`LedgerHead`) at the last start, resumption, save or end. None: not begun."""
+    """The run's ledger head (`LedgerHead`) at the last start, resumption, save or end. None: not started."""
 
     def __post_init__(self) -> None:
         """Check the counts and the head."""
@@ -108,7 +108,7 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """A budget file as it was read."""
+    """The contents of a budget file."""
 
     path: Path
     dataset: str
@@ -153,8 +153,8 @@ class Budget:
         if self.spent >= self.epsilon:
             return "nothing: the budget is exhausted"
         return (
-            f"ε = {down(self.epsilon - self.spent)} by subtraction; the ε that a run may take is computed by "
-            "composing it with the others, and is usually larger"
+            f"ε = {down(self.epsilon - self.spent)} by subtraction; the exact ε left for a run comes from composing "
+            "it with the others, and is usually larger"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -222,7 +222,7 @@ def create_budget(
     with locked(real) as lock:
         if real.exists():
             raise BudgetError(
-                f"{path} exists, and holds the ε that runs have spent. Charge runs to it, or choose another name"
+                f"{path} exists and records the ε that runs have spent. Charge runs to it, or choose a different name"
             )
         lock.note(*_write(budget))
     return budget
@@ -244,15 +244,15 @@ def charge(
         path: the budget file.
         plan: the plan of the run.
         dataset: public name of the data set that the run is about.
-        entry_id: of `new_entry_id`, if the run's ledger names the entry already. None: a new one.
-        of_all_runs: the entry is of all runs of a tuning together (`PrivacyPlan.selection`), whose plan needs this. It
-            stays charged, however the tuning ends.
+        entry_id: an id from `new_entry_id`, if the run's ledger already names the entry. None: a new one.
+        of_all_runs: whether the entry covers all runs of a tuning (`PrivacyPlan.selection`), which its plan requires.
+            It stays charged however the tuning ends.
 
     Returns:
         The id of the entry.
 
     Raises:
-        BudgetError: the run would exceed the budget, is not private, or uses other data than the file's.
+        BudgetError: the run would exceed the budget, is not private, or uses data that is not the file's.
     """
     _check_private(plan, of_all_runs)
     with _changing(path) as (budget, put):
@@ -265,7 +265,7 @@ def charge(
 
 
 def require_room(path: str | Path, plan: Plan, dataset: str) -> None:
-    """Raise the errors that `charge` would raise now, and charge nothing: for a run that has other work to do first."""
+    """Raise the errors that `charge` would raise, but charge nothing; for a run that first does other work."""
     _check_private(plan)
     budget = read_budget(path)
     _check_data(budget, plan, dataset)
@@ -325,16 +325,15 @@ def _settled_steps(
     """Return the entry with the steps that were charged."""
     if not isinstance(charged, int) and any(event != entry.step for event, _ in charged):
         raise BudgetError(
-            f"entry {entry.id} of {path} is that of a training run, and these charges are of another. Settle it with "
-            "the run's own ledger"
+            f"entry {entry.id} of {path} belongs to a training run, but these charges are from a different run. Settle "
+            "it with the run's own ledger"
         )
     taken = charged if isinstance(charged, int) else sum(count for _, count in charged)
     integer("charged", taken, -(2**63))
     if not entry.steps_before <= taken <= entry.steps_reserved:
         raise BudgetError(
-            f"entry {entry.id} of {path} reserved {entry.steps_reserved} steps, of which {entry.steps_before} were "
-            f"already charged; it cannot be settled with {taken}. Settle it with the number of steps in the run's "
-            "ledger"
+            f"entry {entry.id} of {path} cannot be settled with {taken} steps: it reserved {entry.steps_reserved}, of "
+            f"which {entry.steps_before} were already charged. Settle it with the number of steps in the run's ledger"
         )
     return replace(entry, steps_charged=None if keep_reserved else int(taken), steps_before=int(taken))
 
@@ -354,7 +353,7 @@ def _settled_answers(
     taken = Several.of(charged)
     if any(count > reserved.get(event, 0) for event, count in taken.parts):
         raise BudgetError(
-            f"entry {entry.id} of {path} reserved less than the run's ledger charges; it cannot be settled so. Restore "
+            f"entry {entry.id} of {path} reserved less than the run's ledger charges, so it cannot be settled. Restore "
             "the latest copy of the file"
         )
     return replace(entry, step=taken, steps_charged=1, steps_before=1)
@@ -390,13 +389,13 @@ def check_entry(
         entry = entry_of(budget, entry_id)
         if entry.plan_hash != plan.hash:
             raise BudgetError(
-                f"entry {entry_id} of {path} was charged for the plan {entry.plan_hash[:12]}, and this one is "
+                f"entry {entry_id} of {path} was charged for the plan {entry.plan_hash[:12]}, but this plan is "
                 f"{plan.hash[:12]}. Resume with the configuration of the first start"
             )
         if ledger is not None:
             require_own_ledger(path, entry, ledger)
         others = tuple(other for other in budget.entries if other.id != entry_id)
-        # Not the fewer of both: after some resumes of BLT noise, more steps fit than after the one before.
+        # Not the minimum of both: after some resumes of BLT noise, more steps fit than after the previous one.
         reserved = plan.num_steps if steps_allowed is None else steps_allowed
         planned = None if reserved == plan.num_steps else plan.num_steps
         segments = _segments(entry, ledger)
@@ -424,7 +423,7 @@ def require_own_ledger(path: str | Path, entry: Entry, ledger: str | Path) -> No
         require_prefix(ledger, LedgerHead.of(entry.head), f"Entry {entry.id} of {path}")
     except LedgerError as error:
         raise BudgetError(
-            f"{error}. The budget counts the steps of the folder in which the run went on: resume there, or start a "
+            f"{error}. The budget counts the steps of the folder in which the run continued. Resume there, or start a "
             "new run, which is charged separately"
         ) from error
 
@@ -440,12 +439,12 @@ def read_budget(path: str | Path) -> Budget:
         raw = json.loads(real.read_text(encoding="utf-8"))
     except OSError as error:
         raise BudgetError(
-            f"{path} cannot be read ({error.strerror}). Give the budget file that was created for this data set"
+            f"{path} cannot be read ({error.strerror}). Pass the budget file that was created for this data set"
         ) from error
     except (ValueError, RecursionError) as error:
         raise _edited(path, f"not JSON ({error})") from error
     if not isinstance(raw, dict) or "format" not in raw:
-        raise BudgetError(f"{path} is not a budget file. Give the file that create_budget made")
+        raise BudgetError(f"{path} is not a budget file. Pass the file that create_budget wrote")
     if not has_format(raw["format"], _FORMAT):
         raise BudgetError(f"{path} {other_format('budget file', raw['format'], _FORMAT)}")
     digest = raw.pop("sha256", None)
@@ -491,14 +490,14 @@ def _amount(entry: Entry) -> str:
     if entry.step.answers is not None:
         return f"{entry.num_steps * sum(count for _, count in entry.step.answers):,} answers"
     if entry.step.is_selection:
-        return "all runs of a tuning, of which the best is released,"
+        return "all runs of a tuning, only the best of which is released,"
     return f"{entry.num_steps:,} of {entry.steps_reserved:,} steps"
 
 
 def _check_private(plan: Plan, of_all_runs: bool = False) -> None:
     if plan.selection is not None and not of_all_runs:
         raise BudgetError(
-            "a run of a selection is charged by `dpllm methods tune` for all runs together. Start it with that"
+            "`dpllm methods tune` charges all runs of a selection together, so start this run with that command"
         )
     if plan.seeded:
         raise BudgetError("a run with a fixed seed is not private, so no budget covers it. Remove privacy.seed")
@@ -517,13 +516,13 @@ def _check_data(budget: Budget, plan: Plan, dataset: str) -> None:
     if differing:
         raise BudgetError(
             f"{budget.path} is the budget of other data than this run's: {'; '.join(differing)}. Runs on different "
-            "data or units do not share a budget; give the file that was created for this data set and unit. For "
-            "a data set that grows, with people in several runs, create it with `dpllm budget create --shared-people`"
+            "data or units do not share a budget: pass the file that was created for this data set and unit. If the "
+            "data set grows and people are in several runs, create it with `dpllm budget create --shared-people`"
         )
     if budget.delta * plan.num_units >= 1:
         raise BudgetError(
             f"{budget.path} has delta={format_delta(budget.delta)}, which is not below "
-            f"1/N = {format_delta_limit(1 / plan.num_units)} of this run: create a budget with a smaller delta"
+            f"1/N = {format_delta_limit(1 / plan.num_units)} of this run. Create a budget with a smaller delta"
         )
 
 
@@ -533,9 +532,9 @@ def _check_resumed(budget: Budget, others: tuple[Entry, ...], entry: Entry) -> N
     total = budget.cost([*taken, *entry.history])
     if total > budget.epsilon:
         raise BudgetError(
-            f"{_allowance(budget, others, taken)}. Resumed, this run would by itself cost "
-            f"ε = {format_epsilon(budget.cost(entry.history))} over {entry.steps_reserved} steps, "
-            f"{sum(entry.segments)} taken before among them, and bring the total to ε = {format_epsilon(total)}. "
+            f"{_allowance(budget, others, taken)}. If it is resumed, this run alone would cost "
+            f"ε = {format_epsilon(budget.cost(entry.history))} over {entry.steps_reserved} steps, including the "
+            f"{sum(entry.segments)} already taken, for a total of ε = {format_epsilon(total)}. "
             "Release the model of its last checkpoint, whose ε its report states"
         )
 
@@ -561,16 +560,16 @@ def _check_fits(budget: Budget, prior: tuple[Entry, ...], entry: Entry) -> None:
     total = budget.cost([*taken, *own])
     if total <= budget.epsilon:
         return
-    built = ", with the release on which it builds, which the file does not hold yet," if prior else ""
+    built = ", with the release on which it builds, which the file does not contain yet," if prior else ""
     if entry.step.answers is not None:
-        over, instead = "", ". Take more noise or fewer answers (a smaller target_epsilon), or use other data"
+        over, instead = "", ". Use more noise or fewer answers (a smaller target_epsilon), or different data"
     elif entry.step.is_selection:
-        over, instead = "", ". Take a smaller target_epsilon, or a smaller mean number of runs, or use other data"
+        over, instead = "", ". Use a smaller target_epsilon, a smaller mean number of runs, or different data"
     else:
         over, instead = f" over {entry.num_steps} steps", f"; {_steps_left(budget, entry)}"
     raise BudgetError(
         f"{_allowance(budget, budget.entries, taken)}. This run would by itself{built} cost "
-        f"ε = {format_epsilon(budget.cost(own))}{over}, and bring the total to ε = {format_epsilon(total)}{instead}"
+        f"ε = {format_epsilon(budget.cost(own))}{over}, for a total of ε = {format_epsilon(total)}{instead}"
     )
 
 
@@ -579,10 +578,10 @@ def _steps_left(budget: Budget, entry: Entry) -> str:
     step, taken = entry.step, budget.history
     allowed = steps_within(budget.epsilon, budget.delta, step, entry.num_steps, budget.adjacency, taken)
     if not allowed:
-        return "none of its steps fits. Take more noise or a smaller expected_batch_size, or train on other data"
+        return "none of its steps fits. Use more noise, a smaller expected_batch_size, or different data"
     left = budget.cost([*taken, (step, allowed)])
     return (
-        f"{allowed} of its steps still fit, which would bring the total to ε = {format_epsilon(left)}. Take {allowed} "
+        f"{allowed} of its steps still fit, for a total of ε = {format_epsilon(left)}. Use {allowed} "
         "steps, or more noise"
     )
 
@@ -606,8 +605,8 @@ def entry_of(budget: Budget, entry_id: str) -> Entry:
         if entry.id == entry_id:
             return entry
     raise BudgetError(
-        f"{budget.path} has no entry {entry_id}: it is the file of other runs, or an old copy without this run. "
-        "Restore the latest copy"
+        f"{budget.path} has no entry {entry_id}: it belongs to different runs, or is an old copy. Restore the latest "
+        "copy"
     )
 
 
@@ -631,14 +630,14 @@ def _new_entry(plan: Plan, entry_id: str | None = None) -> Entry:
 
 
 def _with_entry(budget: Budget, changed: Entry) -> tuple[Entry, ...]:
-    """Return the entries of a budget, with another one in the place of that with the same id."""
+    """Return a budget's entries, with the one that has the same id replaced."""
     return tuple(changed if entry.id == changed.id else entry for entry in budget.entries)
 
 
 def _edited(path: str | Path, what: str) -> BudgetError:
     return BudgetError(
-        f"{path} is {what}. The ε spent cannot be computed from it: restore the latest copy, which must contain an "
-        "entry for every run that was charged (each run's ledger names its entry)"
+        f"{path} is {what}, so the ε spent cannot be computed. Restore the latest copy, which must have an entry for "
+        "every charged run (each run's ledger names its entry)"
     )
 
 
@@ -652,7 +651,7 @@ def _changing(path: str | Path) -> Iterator[tuple[Budget, Callable[[tuple[Entry,
     """Lock the file, and yield its contents and the function that replaces its entries."""
     real = _real(path)
     if not real.exists():
-        read_budget(path)  # raises the error, and creates no lock beside a missing file
+        read_budget(path)  # raises the error, and creates no lock for a missing file
     with locked(real) as lock:
         budget = read_budget(real)
         lock.require_latest(budget.written, budget.sha256)
@@ -682,8 +681,8 @@ def _write(budget: Budget) -> tuple[int, str]:
         write_file(budget.path, text + "\n")
     except OSError as error:
         raise BudgetError(
-            f"{budget.path} cannot be written ({error.strerror}), and is as it was before this change or after it. "
-            "Free space on the disk, or mend the disk, and start again"
+            f"{budget.path} cannot be written ({error.strerror}). It contains either the old or the new state. Free "
+            "space on the disk or repair it, and start again"
         ) from error
     return body["written"], _digest(body)
 

@@ -1,12 +1,12 @@
-"""The lock file beside a budget file, which also records the last write of the budget.
+"""Lock a budget file, and record its last write in the lock file.
 
-Place in the flow: below `dpllm.privacy.budget`. The lock file is never deleted. It holds the name of the process that
-locked it last, and the number and the hash of the last write of the budget. A budget that was restored from an older
-copy (git, a backup) lacks the runs that were charged since then: it has a lower number, and is refused.
+The lock file is never deleted. It holds the name of the process that locked it last, and the number and the hash of the
+budget's last write. A budget that was restored from an older copy (git, a backup) lacks the runs that were charged
+since then. It has a lower number, and is refused.
 
-Only the call of the system is filelock's (`lock_descriptor`). The class `FileLock` keeps its descriptor to itself, so
-no note can be written under the lock. It refuses a lock file that another user made, which needs only to be read. On a
-file system without locks it takes a file in their place, which outlives a process that dies.
+Only the system call is filelock's (`lock_descriptor`). Its class `FileLock` does not expose its descriptor, so no note
+could be written under the lock; it refuses a lock file that a different user created, although reading it is enough;
+and on a file system without locks it uses a file instead, which remains after its process dies.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class BudgetLock:
     descriptor: int
 
     def require_latest(self, written: int, sha256: str) -> None:
-        """Make sure that the budget is the file that was written last, or a later one.
+        """Check that the budget is the file that was written last, or a later one.
 
         Args:
             written: number of the write that made it.
@@ -57,8 +57,8 @@ class BudgetLock:
             return
         raise BudgetError(
             f"{self.budget} is not the file that was written here last (write {written} of {noted[0]}): it was "
-            "restored from an older or another copy, and lacks the charges of runs since then. Replace it by the "
-            f"latest copy. If that is lost, and this file has every run, delete {self.path}"
+            "restored from a different copy and lacks the charges of later runs. Replace it with the latest copy; if "
+            f"that is lost and this file has every run, delete {self.path}"
         )
 
     def note(self, written: int, sha256: str) -> None:
@@ -66,15 +66,15 @@ class BudgetLock:
         _put(self.descriptor, {"written": written, "sha256": sha256})
 
     def require_held(self) -> None:
-        """Make sure, before the budget is replaced, that no other process can also hold the lock.
+        """Check, before the budget is replaced, that no other process can hold the lock as well.
 
         Raises:
             BudgetError: the lock file was removed, so another process may have made a new one.
         """
         if not is_at(self.descriptor, self.path):
             raise BudgetError(
-                f"{self.path} was removed while it was locked, so another process may be writing {self.budget}, which "
-                "this process has not changed. Do not remove the lock file, and start again"
+                f"{self.path} was removed while it was locked, so another process may be writing {self.budget}. This "
+                "process has not changed it. Do not remove the lock file, and start again"
             )
 
 
@@ -105,8 +105,8 @@ def _opened(path: Path, budget: Path) -> int:
             return os.open(path, os.O_RDONLY)
     except OSError as error:
         raise BudgetError(
-            f"{budget} cannot be locked ({error.strerror}). Its folder must exist, and every run on the data must be "
-            "able to write there"
+            f"{budget} cannot be locked ({error.strerror}). Its folder must exist, and every run on the data must have "
+            "permission to write there"
         ) from error
 
 

@@ -1,8 +1,7 @@
-"""Find the noise and the number of steps for a target ε, and a bound on the batch that costs no ε.
+"""Find the noise and the number of steps for a target ε, and a bound on the batch size that costs no ε.
 
-Place in the flow: between the accounting, which it calls repeatedly, and the plan. `least_noise` is the only search for
-a noise multiplier: training runs, query runs after a release, selections among runs, sweeps and the choice of a noise
-use it with their own function from σ to a history.
+`least_noise` is the only search for a noise multiplier: training runs, query runs after a release, selections among
+runs, sweeps and the choice of a noise mechanism use it with their own function from σ to a history.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from dpllm.privacy.rounding import format_delta, format_epsilon
 
 _COARSE = 1e-3
 _TRUNCATION_COST = 1e-3
-_SMALL, _LARGE = 0.1, 100.0  # an ε outside has another grid than `DISCRETIZATION`
-_ENOUGH_NOISE = (1e3, 1e5, MAX_NOISE)  # tried in turn, since less noise has an ε that is sooner computed
+_SMALL, _LARGE = 0.1, 100.0  # an ε outside this range uses a different grid from `DISCRETIZATION`
+_ENOUGH_NOISE = (1e3, 1e5, MAX_NOISE)  # tried in turn, since ε is faster to compute for less noise
 
 
 def steps_within(
@@ -41,7 +40,7 @@ def steps_within(
         step: the event of each further step.
         num_steps: the largest number of further steps.
         adjacency: "zero-out" or "replace-one".
-        before: (step, count) pairs that have run already.
+        before: (step, count) pairs that have already run.
 
     >>> from dpllm import Step
     >>> steps_within(4.0, 1e-5, Step(sampling_rate=0.02, noise_multiplier=1.0), 1500)
@@ -80,8 +79,8 @@ def choose_max_batch_size(
 ) -> int:
     """Return the smallest max_batch_size among b + 7 sqrt(b), b + 8 sqrt(b), ... that costs no ε.
 
-    It costs no ε when ε is less than 1e-3 above that of the same run without truncation, at a coarse discretization;
-    where ε is below 0.1, when it is less than a hundredth of it above.
+    It costs no ε if ε is less than 1e-3 above that of the same run without truncation, at a coarse discretization. For
+    an ε below 0.1, the limit is one hundredth of ε.
 
     Args:
         expected_batch_size: b.
@@ -108,13 +107,13 @@ def choose_max_batch_size(
 
 
 def require_target(target_epsilon: float) -> None:
-    """Refuse an ε that no run or budget can have as its target.
+    """Refuse an ε that is not allowed as the target of a run or a budget.
 
     Args:
         target_epsilon: ε.
 
     Raises:
-        ValueError: it is not above 0, not finite, below the least ε that is stated, or above `MAX_TARGET_EPSILON`.
+        ValueError: it is not above 0, not finite, below the smallest ε that is stated, or above `MAX_TARGET_EPSILON`.
 
     >>> require_target(8.0)
     """
@@ -122,13 +121,13 @@ def require_target(target_epsilon: float) -> None:
         raise ValueError(f"target_epsilon must be above 0 and finite, got {target_epsilon}")
     if target_epsilon < DISCRETIZATION:
         raise ValueError(
-            f"target_epsilon={target_epsilon:g} cannot be reached: {DISCRETIZATION:g} is the least ε that is stated of "
-            "any run. Take a larger one"
+            f"target_epsilon={target_epsilon:g} cannot be reached: {DISCRETIZATION:g} is the smallest ε that is stated "
+            "for any run. Set a larger one"
         )
     if target_epsilon > MAX_TARGET_EPSILON:
         raise ValueError(
             f"target_epsilon must be at most {MAX_TARGET_EPSILON:g}, got {target_epsilon:g}: such an ε protects "
-            "nobody. Take one below 10"
+            "nobody. Set one below 10"
         )
 
 
@@ -154,7 +153,7 @@ def calibrate_noise_multiplier(
         num_units: N; needed with `max_batch_size`.
         max_batch_size: B_max. None: plain Poisson sampling.
         adjacency: "zero-out" or "replace-one".
-        rows_per_unit: k, rows of a unit that are drawn singly; 1 when units are drawn.
+        rows_per_unit: k, rows of a unit that are drawn individually; 1 if units are drawn.
 
     Raises:
         ValueError: no noise multiplier reaches the target; the message gives the smallest ε that is reachable.
@@ -215,7 +214,7 @@ def least_noise(
     """Return the smallest noise multiplier with which a history costs at most a target ε.
 
     Guarantee: ε was computed with the result itself, as `epsilon` does, and is at most the target. It is at least
-    (1 - 4 tolerance) times the target, unless ε jumps over it or the smallest noise multiplier that there is suffices.
+    (1 - 4 tolerance) times the target, unless ε jumps over it or the smallest possible noise multiplier suffices.
     Without `exact` there is no guarantee.
 
     Args:
@@ -223,10 +222,10 @@ def least_noise(
         delta: δ.
         history_of: a function from σ to the history; its ε falls as σ rises.
         adjacency: "zero-out" or "replace-one".
-        before: what has been released before, whose ε does not depend on σ.
-        exact: False: σ to about 0.2 %, without truncation, in a tenth of the time, to compare mechanisms; inf where no
+        before: what was released earlier, whose ε does not depend on σ.
+        exact: False: σ within about 0.2 %, without truncation, in a tenth of the time, to compare mechanisms; inf if no
             noise reaches the target.
-        tolerance: relative, of ε; a smaller one takes more time, which only a cheap ε is worth.
+        tolerance: relative tolerance of ε; a smaller one takes more time.
 
     Raises:
         ValueError: the target is out of range, or (`exact`) no noise multiplier reaches it; the message gives the
@@ -262,10 +261,10 @@ def least_noise(
     full = partial(cost, True, None)
     most, reached = _enough(full, target_epsilon)
     if reached > target_epsilon:
-        alone = f", and what was released before alone costs ε = {format_epsilon(epsilon(before, delta, adjacency))}"
+        alone = f", and the earlier releases alone cost ε = {format_epsilon(epsilon(before, delta, adjacency))}"
         raise ValueError(
             f"target_epsilon={target_epsilon:g} cannot be reached: at a noise multiplier of {most:g} and "
-            f"δ = {format_delta(delta)}, ε is still {format_epsilon(reached)}{alone if before else ''}. Take a "
+            f"δ = {format_delta(delta)}, ε is still {format_epsilon(reached)}{alone if before else ''}. Use a "
             "larger target_epsilon, fewer steps or answers, a smaller expected_batch_size, or a larger max_batch_size"
         )
     if any_would_do and full(least) <= target_epsilon:
@@ -293,15 +292,15 @@ def least_noise(
 
 
 def _enough(cost: Callable[[float], float], target_epsilon: float) -> tuple[float, float]:
-    """Return a noise multiplier that keeps to the target and its ε; if none does, the largest that there is."""
+    """Return a noise multiplier that meets the target and its ε; if none does, the largest possible one."""
     most = _ENOUGH_NOISE[0]
     reached = cost(most)
     for more in _ENOUGH_NOISE[1:]:
-        if reached <= target_epsilon or reached == math.inf:  # then no noise helps
+        if reached <= target_epsilon or reached == math.inf:  # no amount of noise helps
             break
         try:
             most, reached = more, cost(more)
-        except ValueError:  # a number that follows from σ is then out of range
+        except ValueError:  # a number derived from σ is out of range
             break
     return most, reached
 
@@ -313,8 +312,8 @@ def _require_computed(target_epsilon: float, rounds: Sequence[tuple[Round, int]]
     if target_epsilon > largest:
         raise ValueError(
             f"target_epsilon={target_epsilon:g} is above {largest:g}, the largest ε that is computed from Rényi "
-            "divergences (discrete noise, a token draw, or a selection among runs). Take one below 10: such an ε "
-            "protects nobody"
+            "divergences (discrete noise, a token draw, or a selection among runs). Such an ε protects nobody: set one "
+            "below 10"
         )
 
 

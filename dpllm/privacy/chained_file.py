@@ -1,13 +1,13 @@
-"""A file of JSON lines that only grows, each with a hash of itself and of all lines before it.
+"""Append to a file of JSON lines, each with a hash of itself and of all previous lines.
 
-Place in the flow: below the ledger of a run (`dpllm.privacy.ledger`) and the record of a private tuning
-(`dpllm.methods.tune.record`). A line is on the disk before the call that appends it returns. So a line that was
-edited, lost or moved is found, unless lines are cut off at the very end. The hash is not a signature: it guards against
-accidents, and against edits by someone who does not recompute the hashes.
+The ledger of a run (`dpllm.privacy.ledger`) and the record of a private tuning (`dpllm.methods.tune.record`) are such
+files. A line is on the disk before the call that appends it returns. A line that was edited, lost or moved is detected,
+unless lines are cut off at the very end. The hash is not a signature: it protects against accidents, and against edits
+by someone who does not recompute the hashes.
 
-The file is locked itself, not a file beside it: a reader needs no permission to write. Windows hides a locked file from
-its readers, so none is written there; every module can still be imported. A line in the file names the keyed hash of
-its inode (`file_hash`), which shows whether it is still the file that was written, or a copy.
+The file itself is locked instead of a separate lock file, so a reader needs no write permission. Windows hides a locked
+file from its readers, so no such file is written there; every module can still be imported. A line in the file holds
+the keyed hash of its inode (`file_hash`), which shows whether the file is the one that was written, or a copy.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _GET_GENERATION = 0x80087601  # FS_IOC_GETVERSION of Linux: changes when an inod
 
 
 class ChainedLine(NamedTuple):
-    """A line as it was read."""
+    """A line that was read."""
 
     number: int
     """The first is 1."""
     text: str
     body: str
-    """Its JSON without the hash; of use only if the line is `whole`."""
+    """Its JSON without the hash; meaningful only if the line is `whole`."""
     chain: str
     """Hash over all whole lines up to this one."""
     whole: bool
@@ -53,7 +53,7 @@ class ChainedLine(NamedTuple):
 
 
 def chained_lines(lines: list[str]) -> Iterator[ChainedLine]:
-    """Yield the lines of a file; the chain goes on after the last whole one."""
+    """Yield the lines of a file; the chain continues after the last whole one."""
     chain = CHAIN_START
     for number, line in enumerate(lines, start=1):
         body = line[:-_SUFFIX_LENGTH] + "}"
@@ -64,7 +64,7 @@ def chained_lines(lines: list[str]) -> Iterator[ChainedLine]:
 
 
 def lines_of(data: bytes) -> list[str]:
-    """Return the lines of a file's bytes; an incomplete last one is one too.
+    """Return the lines of a file's bytes, including an incomplete last one.
 
     A byte outside ASCII can only come from damage; its replacement matches no hash.
     """
@@ -73,19 +73,19 @@ def lines_of(data: bytes) -> list[str]:
 
 
 def next_chain(chain: str, body: str) -> str:
-    """Return the hash of a line and of all lines before it; ``chain`` is the hash of the line before."""
+    """Return the hash of a line and of all previous lines; ``chain`` is the hash of the previous line."""
     return hashlib.sha256(f"{chain}{body}".encode("utf-8", errors="replace")).hexdigest()[:CHAIN_LENGTH]
 
 
 class ChainedFile:
-    """A chained file open for appending, and locked for this process; made by `make` or `take`.
+    """A chained file that is open for appending and locked for this process. `make` and `take` return one.
 
     Guarantee: when `append` returns, its line is on the disk. After a failure nothing more is written, since the file
-    may end in half a line.
+    may end in an incomplete line.
     """
 
     error: ClassVar[type[ValueError]] = ValueError
-    """Of all failures but those of the system."""
+    """Class of all errors except those of the system."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         """Take over an open and locked file; use `make` or `take`."""
@@ -110,7 +110,7 @@ class ChainedFile:
 
     @classmethod
     def take(cls, path: Path) -> Self:
-        """Open the file; from then on nobody else appends. Whoever calls it reads the lines and calls `go_on`.
+        """Open the file and keep others from appending. The caller then reads the lines and calls `go_on`.
 
         Raises:
             ValueError: it cannot be opened or locked, or another process writes it; of the class `error`.
@@ -146,11 +146,11 @@ class ChainedFile:
 
     @staticmethod
     def is_locked_words(path: Path) -> str:
-        """Return the error for a file that another process writes."""
-        return f"{path} is being written by another process now: wait for its end"
+        """Return the error for a file that another process is writing."""
+        return f"another process is writing {path}: wait for its end"
 
     def go_on(self, chain: str, size: int) -> None:
-        """Continue after lines that were read: the hash over all of them, and the bytes of the file."""
+        """Continue after the lines that were read; pass the hash over all of them and the file's size in bytes."""
         self._chain, self._size = chain, size
 
     @property
@@ -175,7 +175,7 @@ class ChainedFile:
             entry: JSON values, all finite.
 
         Raises:
-            ValueError: the file is closed, or not as this process left it; of the class `error`.
+            ValueError: the file is closed or was changed by others; of the class `error`.
             OSError: it cannot be written.
         """
         body = json.dumps(entry, allow_nan=False)
@@ -184,7 +184,7 @@ class ChainedFile:
         self._chain = chain
 
     def cut(self, size: int) -> None:
-        """Cut off what a crash left of a last line: keep ``size`` bytes."""
+        """Cut off an incomplete last line after a crash: keep ``size`` bytes."""
         os.ftruncate(self._open, size)
         self._size = size
 
@@ -193,7 +193,7 @@ class ChainedFile:
         return file_hash(name, identities(self._open)[-1])
 
     def require_intact(self) -> None:
-        """Make sure that the file under the name is the file that this process writes, and that it is complete.
+        """Check that the file under the name is the file that this process writes, and that it is complete.
 
         Raises:
             ValueError: it is closed, was replaced, removed, cut, or written by another process; of the class `error`.
@@ -205,19 +205,19 @@ class ChainedFile:
             raise self.error(self._changed_words(size))
 
     def _moved_words(self, what: str) -> str:
-        return f"{self.path} was {what} while it was written. Restore it, and start again"
+        return f"{self.path} was {what} while it was being written. Restore it, and start again"
 
     def _changed_words(self, size: int) -> str:
         return (
             f"{self.path} has {size} bytes, but this process wrote or read {self._size}: another process wrote to it "
-            "or cut it. Restore the file from a copy, and start again"
+            "or cut it. Restore the file from a backup, and start again"
         )
 
     def _write(self, data: bytes) -> None:
         if self._torn and self._descriptor is not None:
             raise self.error(
-                f"{self.path} could not be written before, and may end in half a line. Nothing is charged or noted "
-                "there any more: free space on the disk, or mend the disk, and start again, which repairs the file"
+                f"an earlier write to {self.path} failed, so it may end in an incomplete line and nothing more is "
+                "written to it. Free space on the disk or repair it, and start again, which repairs the file"
             )
         self.require_intact()
         self._torn = True  # until it is known to be on the disk
@@ -263,7 +263,7 @@ def file_hash(name: str, identity: str) -> str:
 
 
 def is_copy(path: Path, name: str, noted: str) -> bool:
-    """Return whether a file is another one than that whose hash was noted under a name (`ChainedFile.identity`)."""
+    """Return whether a file is not the one whose hash was noted under a name (`ChainedFile.identity`)."""
     with open(path, "rb") as file:
         return noted not in {file_hash(name, identity) for identity in identities(file.fileno())}
 
@@ -276,9 +276,9 @@ def identities(descriptor: int) -> list[str]:
 
 
 def _generation(descriptor: int) -> int | None:
-    """Return the generation of an open file's inode; None where the file system has none.
+    """Return the generation of an open file's inode; None if the file system has none.
 
-    Such are tmpfs, which uses no inode twice, and network file systems.
+    Examples are tmpfs, which uses no inode twice, and network file systems.
     """
     if fcntl is None:
         return None
@@ -291,7 +291,7 @@ def _generation(descriptor: int) -> int | None:
 
 
 def is_at(descriptor: int, path: Path) -> bool:
-    """Return whether an open file is the one of this name."""
+    """Return whether an open file is the one at this path."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except OSError:
@@ -302,7 +302,7 @@ def lock(descriptor: int) -> bool:
     """Lock an open file for this process only, without waiting; the system releases the lock when the process dies.
 
     Returns:
-        Whether the lock is held; False where another process holds it.
+        Whether the lock is held; False if another process holds it.
 
     Raises:
         OSError: the file system or the operating system has no such locks.
@@ -314,8 +314,8 @@ def lock(descriptor: int) -> bool:
 def is_locked(descriptor: int) -> bool:
     """Return whether another process holds the lock of an open file.
 
-    The test takes a shared lock, which filelock does not have: it needs no permission to write, and two tests at the
-    same time do not take each other for a writer.
+    The test takes a shared lock, which filelock does not offer: it needs no write permission, and two tests at the same
+    time do not mistake each other for a writer.
 
     Raises:
         OSError: the file system or the operating system has no such locks.

@@ -1,9 +1,9 @@
-"""Checkpoints that are either complete or absent.
+"""Write checkpoints that are either complete or absent.
 
-Place in the flow: around the saving of model, optimizer and scheduler, which writes many files, often from several
-processes. They write into ``output_dir/_staging/checkpoint-<step>``. When all have finished, one process publishes:
-every file is flushed to the disk, its size and hash are written to a manifest, and one rename gives the folder its
-name. If the save is interrupted (a kill, a full disk, a power cut), the previous checkpoint is unchanged.
+Saving model, optimizer and scheduler writes many files, often from several processes. They write into
+``output_dir/_staging/checkpoint-<step>``. When all have finished, one process publishes: every file is flushed to the
+disk, its size and hash are written to a manifest, and one rename gives the folder its name. If the save is interrupted
+(a kill, a full disk, a power cut), the previous checkpoint is unchanged.
 
     folder = prepare_staging(output_dir, step)                  # main process, then a barrier
     with saving(output_dir, step) as folder: ...                # every process writes into `folder`, then a barrier
@@ -15,7 +15,7 @@ The staging folder holds folders with the Trainer's own names, so that its metho
 an underscore, because the Trainer does not push such names to the Hub (`transformers.Trainer.push_to_hub`). Nothing
 here touches the ledger: a step whose checkpoint was lost stays charged.
 
-On file systems that the machines do not share, one process of each machine prepares and publishes. The run can then be
+If the machines do not share a file system, one process on each machine prepares and publishes. The run can then be
 resumed from a step whose checkpoint is complete on every machine.
 """
 
@@ -42,7 +42,7 @@ DOCUMENTS = ("README.md", "privacy_report.json", "privacy_report.md", "privacy_r
 STAGING_FOLDER = "_staging"
 
 HASH_WHOLE_UP_TO = 2**30
-"""Files up to this many bytes are hashed entirely; of larger files, `SAMPLES` blocks are hashed."""
+"""Files up to this many bytes are hashed entirely; in larger files, `SAMPLES` blocks are hashed."""
 SAMPLES = 64
 SAMPLE_BYTES = 2**20
 
@@ -173,15 +173,15 @@ def publish(
     names = _files_of(staging)
     if not names:
         raise CheckpointError(
-            f"{staging} holds no file, so there is no checkpoint to publish: save into it first, and call publish when "
+            f"{staging} holds no file, so there is no checkpoint to publish. Save into it first, and call publish when "
             "every process has done so"
         )
     size, engine, *config = made_by or (1, "")
     if absent := ranks_without_shards(names, size):
         raise CheckpointError(
             f"{staging} lacks the shards of rank(s) {_listed(absent)} of {size} ({engine}), so the checkpoint could "
-            "not be resumed: these ranks may have written to the local disk of their machine. Set train.output_dir to "
-            "a folder on a file system that all machines share"
+            "not be resumed. These ranks may have written to a local disk: set train.output_dir to a folder on a file "
+            "system that all machines share"
         )
     try:
         entries = _in_parallel(lambda name: _seal(staging / name, hash_whole_up_to), names)
@@ -214,8 +214,8 @@ def verify(checkpoint: str | Path) -> None:
         checkpoint: the folder.
 
     Raises:
-        CheckpointError: there is no manifest or it cannot be read, or a file is missing, of another length, or
-            different; the message names the file.
+        CheckpointError: there is no manifest or it cannot be read, or a file is missing or differs in length or
+            contents; the message names the file.
     """
     checkpoint = Path(checkpoint)
     manifest = _read_manifest(checkpoint)
@@ -345,11 +345,11 @@ def latest_whole(output_dir: str | Path) -> tuple[Path | None, list[tuple[Path, 
 
 
 def rotate(output_dir: str | Path, limit: int, keep: Sequence[str | Path] = ()) -> None:
-    """Delete all but the checkpoints published last. Call it on one process, after `publish`.
+    """Delete all but the most recently published checkpoints. Call it on one process, after `publish`.
 
-    The Trainer's own rotation sorts by step when times are close together. So it keeps a damaged checkpoint of a later
-    step, and deletes the complete one that was made after resuming from an earlier step. Here the order of publication
-    counts. It is a number in each manifest, and does not depend on the clock.
+    The Trainer's own rotation sorts by step when times are close together, so it may keep a damaged checkpoint of a
+    later step and delete the complete one that was made after resuming from an earlier step. Here the order of
+    publication counts, which is a number in each manifest and does not depend on the clock.
 
     Args:
         output_dir: output folder of the run.
@@ -361,7 +361,7 @@ def rotate(output_dir: str | Path, limit: int, keep: Sequence[str | Path] = ()) 
         CheckpointError: the file system failed.
     """
     if limit < 1:
-        raise ValueError(f"limit={limit} would delete every checkpoint: leave at least 1")
+        raise ValueError(f"limit={limit} would delete every checkpoint: keep at least 1")
     kept = {Path(path).resolve() for path in keep}
     folders = _checkpoints(output_dir)
     newest_first = sorted(folders, key=lambda folder: (folder.resolve() in kept, _order(folder)), reverse=True)
@@ -376,7 +376,7 @@ def rotate(output_dir: str | Path, limit: int, keep: Sequence[str | Path] = ()) 
             _rename(folder, doomed)
             _remove(doomed)
         except OSError as error:
-            raise CheckpointError(f"{folder} could not be deleted to keep to limit={limit}: {error}") from error
+            raise CheckpointError(f"{folder} could not be deleted to enforce limit={limit}: {error}") from error
 
 
 def discard_start(output_dir: str | Path) -> None:
@@ -470,14 +470,14 @@ def _folders(parent: Path) -> list[Path]:
 def _files_of(staging: Path) -> list[str]:
     """Return the files below a folder as relative names with forward slashes, sorted, without the manifest."""
     if not staging.is_dir():
-        raise CheckpointError(f"{staging} is not a folder, so there is nothing to publish: save into it first")
+        raise CheckpointError(f"{staging} is not a folder, so there is nothing to publish. Save into it first")
     names = []
     for path in sorted(staging.rglob("*")):
         name = path.relative_to(staging).as_posix()
         if path.is_symlink() or not (path.is_dir() or path.is_file()):
             raise CheckpointError(
-                f"{path} is neither a file nor a folder: a checkpoint must hold its own copy of every file. Save the "
-                "file itself"
+                f"{path} is neither a file nor a folder, but a checkpoint must contain its own copy of every file. "
+                "Save the file itself"
             )
         if path.is_file() and name != MANIFEST_FILE:
             names.append(name)
@@ -544,14 +544,14 @@ def _is_entry(name: str, entry: Any) -> bool:
 
 
 def _not_whole(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"{path} {what}. This checkpoint is not complete; resume from another one")
+    return CheckpointError(f"{path} {what}. This checkpoint is not complete; resume from a different one")
 
 
 def innermost_cause(error: BaseException) -> BaseException:
-    """Return the error that began a chain of errors, which names the file; the others only name the work around it.
+    """Return the first error in a chain, which names the file; the later ones only name the surrounding operation.
 
-    torch.distributed.checkpoint keeps the errors of the ranks in ``failures``, each with its traceback; one that rank 0
-    received is no cause in Python's sense.
+    torch.distributed.checkpoint stores the ranks' errors in ``failures``, each with its traceback; an error that rank 0
+    received from another rank is not a cause in Python's sense.
 
     >>> outer = RuntimeError("saving failed")
     >>> outer.__cause__ = PermissionError(13, "Permission denied", "a/__1_0.distcp")
@@ -581,7 +581,7 @@ def _not_saved(staging: Path, output_dir: Path, error: BaseException, name: str 
     full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or free < _LITTLE_ROOM
     room = f"{free / 1e6:,.1f} MB are free on this disk. Free space, or fix" if full else "Fix"
     whole, _ = latest_whole(output_dir)
-    remedy = f"resume from {whole}, which is complete" if whole else "there is no complete checkpoint before it"
+    remedy = f"resume from {whole}, which is complete" if whole else "there is no complete earlier checkpoint"
     return CheckpointError(
         f"{name or staging.name} could not be saved ({reason}{where}). {room} the cause that the error names; "
         f"{remedy}. Steps taken since then stay charged"

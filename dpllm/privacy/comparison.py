@@ -1,8 +1,7 @@
-"""Other accountants for the same steps, to compare with the privacy loss distributions that dpllm reports.
+"""Compute ε of the same steps with other accountants, and compare it with the ε that dpllm reports.
 
-Place in the flow: above accounting, below the report and the command line. Nothing here decides a run: its ε is that of
-`accounting.epsilon`. These methods check that ε (dp_accounting's own accountant, Rényi accounting), or show how much it
-saves (zero-concentrated privacy, advanced and basic composition).
+No run depends on these numbers: its ε comes from `accounting.epsilon`. These methods check that ε (dp_accounting's own
+accountant, Rényi accounting), or show how much it saves (zero-concentrated privacy, advanced and basic composition).
 
 There is no accountant by the central limit theorem ("Gaussian differential privacy"), since it is not an upper bound:
 at δ = 1e-5 it gives 4.455 where ε is 4.814 (σ = 1, q = 0.02, 1500 steps), at δ = 1e-6 0.494 where ε is 0.963 (σ = 0.6,
@@ -52,7 +51,7 @@ class Comparison:
     kind: str
     """`UPPER_BOUND` or `ESTIMATE`."""
     note: str
-    """Effects that the number includes or leaves out, on one line."""
+    """Effects that the number includes or omits, on one line."""
 
 
 def compare(history: History, delta: float, adjacency: str = "zero-out") -> list[Comparison]:
@@ -76,7 +75,7 @@ def compare(history: History, delta: float, adjacency: str = "zero-out") -> list
     merged = merge(history)
     reported = accounting.epsilon(merged, delta, adjacency)
     rows = [
-        Comparison("PLD", reported, UPPER_BOUND, "what dpllm reports: sampling, truncation and rounding included"),
+        Comparison("PLD", reported, UPPER_BOUND, "what dpllm reports; includes sampling, truncation and rounding"),
         _row(
             "PLD, dp_accounting",
             UPPER_BOUND,
@@ -85,10 +84,10 @@ def compare(history: History, delta: float, adjacency: str = "zero-out") -> list
         ),
     ]
     outside = f"not under {adjacency}: the library's bound would be too low"
-    truncation = "without the effect of truncation" if _truncates(merged) else "nothing is truncated here"
+    truncation = "without the effect of truncation" if _truncates(merged) else "these steps do not truncate"
     if adjacency == "zero-out":
         kind = ESTIMATE if _truncates(merged) else UPPER_BOUND
-        rows.append(_row("Rényi", kind, lambda: renyi_epsilon(merged, delta), f"looser by nature; {truncation}"))
+        rows.append(_row("Rényi", kind, lambda: renyi_epsilon(merged, delta), f"always looser; {truncation}"))
         rho = f"ρ = {zcdp_rho(merged):.4g}; no gain from sampling"
         rows.append(Comparison("zCDP", zcdp_epsilon(merged, delta), UPPER_BOUND, rho))
     else:
@@ -109,7 +108,7 @@ def _row(name: str, kind: str, method: Callable[[], float | None], note: str) ->
     except ValueError as error:
         return Comparison(name, None, kind, str(error))
     if value is None:
-        return Comparison(name, None, kind, "not defined where the rows of one unit are drawn singly")
+        return Comparison(name, None, kind, "not defined if the rows of one unit are drawn individually")
     return Comparison(name, value, kind, note)
 
 
@@ -138,7 +137,7 @@ def library_epsilon(
         raise ValueError(f"dp_accounting has no loss distribution of {gap}")
     if not all(one.has_pair(adjacency) for one, _ in merged):
         raise ValueError(
-            f"dp_accounting has no {adjacency} event for units whose rows are drawn singly; compare under zero-out"
+            f"dp_accounting has no {adjacency} event for units whose rows are drawn individually: use zero-out"
         )
     if accounting.discretization_used(merged, adjacency, discretization) > discretization:
         raise ValueError(f"its grid of width {discretization:g} would need too much memory for these steps")
@@ -149,9 +148,9 @@ def library_epsilon(
 
 
 def fine_library_epsilon(history: History, delta: float) -> tuple[float, float]:
-    """Return `library_epsilon` under zero-out so near to the exact ε that a wrong `accounting.epsilon` is seen.
+    """Return `library_epsilon` under zero-out, accurately enough to reveal a wrong `accounting.epsilon`.
 
-    The coarse grid lies above ε by up to 3 % where there are very many small steps. If it does, or if ours is too
+    On the coarse grid, ε is up to 3 % too large if there are very many small steps. In that case, or if ours is too
     small, ε is computed again on a grid as fine as ours.
 
     Returns:
@@ -167,7 +166,7 @@ def fine_library_epsilon(history: History, delta: float) -> tuple[float, float]:
     """
     found, ours = library_epsilon(history, delta), accounting.epsilon(history, delta)
     if found > max(ours + _COARSE, ours * 1.005):
-        with contextlib.suppress(ValueError):  # too large for memory: such an ε is so large that the coarse grid tells
+        with contextlib.suppress(ValueError):  # too large for memory: the coarse grid suffices for such a large ε
             return library_epsilon(history, delta, discretization=DISCRETIZATION), DISCRETIZATION
     return found, _COARSE
 
@@ -185,7 +184,7 @@ def renyi_epsilon(history: History, delta: float) -> float | None:
     It is only a cross-check: when truncation costs nothing, it is looser than `accounting.epsilon`.
 
     Returns:
-        ε, never 0 after a step; inf when a step has no noise; None where the rows of one unit are drawn singly.
+        ε, never 0 after a step; inf if a step has no noise; None if the rows of one unit are drawn individually.
 
     References: Mironov, Talwar, Zhang, arXiv:1908.10530, through dp_accounting's RdpAccountant.
     """
@@ -200,12 +199,12 @@ def renyi_epsilon(history: History, delta: float) -> float | None:
 
 
 def best_of_epsilon(history: History, delta: float, mean_runs: float, shape: float = 1.0) -> float | None:
-    """Return ε of tuning: a random number of runs of this history, of which only the best is released.
+    """Return ε of tuning: a random number of runs with this history, of which only the best is released.
 
     The number of runs is drawn from a geometric distribution (shape 1), a logarithmic one (0), a Poisson one (inf) or
-    a truncated negative binomial one in between, and is kept secret, as are the other runs. A fixed number of runs
-    composes instead. The method is Rényi accounting under zero-out, since no other is known. It leaves truncation out,
-    so steps in which truncation costs privacy are refused. The result is never below ε of one run.
+    a truncated negative binomial one (in between). It is kept secret, as are the other runs. A fixed number of runs
+    would compose instead. The method is Rényi accounting under zero-out, since no other is known. It ignores
+    truncation, so steps in which truncation costs privacy are refused. The result is never below the ε of one run.
 
     Args:
         history: (event, count) pairs of one run.
@@ -214,7 +213,7 @@ def best_of_epsilon(history: History, delta: float, mean_runs: float, shape: flo
         shape: shape of the distribution of the number of runs, at least 0.
 
     Returns:
-        ε; inf when a step has no noise; None where the rows of one unit are drawn singly.
+        ε; inf if a step has no noise; None if the rows of one unit are drawn individually.
 
     Raises:
         ValueError: a number is out of range, or the truncation of a step costs privacy.
@@ -241,9 +240,9 @@ def best_of_epsilon(history: History, delta: float, mean_runs: float, shape: flo
     one_run, whole = accounting.epsilon(merged, delta), accounting.epsilon(plain, delta)
     if one_run > whole + NEGLIGIBLE:
         raise ValueError(
-            f"the best of several runs is accounted without truncation, but truncation costs privacy here: one run has "
+            f"the ε of the best of several runs ignores truncation, but truncation costs privacy here: one run has "
             f"ε = {up(one_run)}, and {up(whole)} without truncation. Raise --max-batch-size until truncation costs "
-            "nothing (a plan's default does that), or add the runs up"
+            "nothing (as a plan's default does), or add up the runs"
         )
     run = dp_event.ComposedDpEvent([dp_event.SelfComposedDpEvent(event, count) for event, count in _events(plain)])
     repeated = dp_event.RepeatAndSelectDpEvent(run, float(mean_runs), float(shape))
@@ -259,7 +258,7 @@ def _renyi(events: list[tuple[dp_accounting.DpEvent, int]], delta: float) -> flo
 
     accountant = rdp.RdpAccountant(neighboring_relation=_RELATIONS["zero-out"])
     verbosity = absl.logging.get_verbosity()
-    # An order whose series does not converge is left out, with a warning.
+    # An order whose series does not converge is skipped with a warning.
     absl.logging.set_verbosity(absl.logging.ERROR)
     try:
         for event, count in events:

@@ -1,14 +1,13 @@
-"""ε of several runs on the same data together.
+"""Compute the joint ε of several runs on the same data: ``dpllm epsilon run1 run2 …``.
 
-Place in the flow: above plan and ledger, called by ``dpllm epsilon run1 run2 …``. A person who sees the models of
-several runs on one data set sees the result of all their steps, so the steps of all ledgers are composed as one
-history. A budget file (`dpllm.privacy.budget`) does the same in advance, for future runs; this module does it for
-finished runs.
+A person who sees the models of several runs on one data set sees the result of all their steps, so the steps of all
+ledgers are composed as one history. A budget file (`dpllm.privacy.budget`) does the same in advance, for future runs;
+this module does it for finished runs.
 
-The composition is decided only from public facts: plan, ledger, and the name of the data set. They do not show whether
-two data sets share people. The caller has to declare it: ``dataset=`` for runs without a name, ``shared_people=True``
-for data sets of different names or sizes, such as one that has grown between two runs. That composition is valid: each
-step is accounted with the N of its own run, and a person who is in only one of the data sets has less to lose.
+The composition uses only public facts: plan, ledger, and the name of the data set. They do not show whether two data
+sets share people, so the caller has to declare it: ``dataset=`` for runs without a name, ``shared_people=True`` for
+data sets with different names or sizes, such as one that grew between two runs. That composition is valid: each step is
+accounted for with its own run's N, and a person who is in only one of the data sets loses less.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ class ComposedRun:
     runs: tuple[str, ...]
     """Ids in its ledger, of the first start and of each resumption."""
     history: tuple[tuple[Event, int], ...]
-    """The steps that its ledger charges. Those of a model that several query runs build on are with one run only."""
+    """The steps that its ledger charges. If several query runs build on a model, its steps are in one of them only."""
     num_steps: int
     num_steps_planned: int
     ended: bool
-    """Whether its ledger has an end. If not, the run crashed, or it still runs and may cost more."""
+    """Whether its ledger has an end. If not, the run crashed, or it is still running and may cost more."""
     epsilon: float
-    """ε of only this run, at the δ of the composition; of a query run with the model that it builds on."""
+    """ε of this run alone, at the composition's δ; for a query run, including the model that it builds on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +97,7 @@ def compose(
         LedgerError: a ledger is missing, was edited, or lost lines.
     """
     if not folders:
-        raise ValueError("no run was given. Give the output folders of the runs on one data set")
+        raise ValueError("no run was given. Pass the output folders of the runs on one data set")
     paths = [Path(folder) for folder in folders]
     plans = [load_plan(path / PLAN_FILE) for path in paths]
     ledgers = [read_ledger(path / LEDGER_FILE) for path in paths]
@@ -114,8 +113,8 @@ def compose(
     if not (delta > 0 and delta * num_units < 1):
         raise ValueError(
             f"delta={format_delta(delta)} is not between 0 and 1/N = {format_delta_limit(1 / num_units)} for "
-            f"N={num_units} units: publishing one unit outright would satisfy it. "
-            f"Take 1/(10 N) = {format_delta_limit(1 / (10 * num_units))}"
+            f"N={num_units} units. At 1/N, publishing one unit outright would be allowed. "
+            f"Set it to 1/(10 N) = {format_delta_limit(1 / (10 * num_units))}"
         )
     counted = _counted_once(paths, plans, ledgers, lambda history: accounting.epsilon(history, delta, adjacency))
     runs = tuple(
@@ -171,13 +170,13 @@ def _counted_once(
     ledgers: Sequence[LedgerContents],
     cost: Callable[[History], float],
 ) -> list[tuple[tuple[Event, int], ...]]:
-    """Return the steps of each run, such that the steps of a run that others build on are counted once.
+    """Return the steps of each run, and count the steps of a run that others build on only once.
 
-    They are counted with the run itself, if it is given, otherwise with the first run that builds on it. If it was
-    resumed between two runs that build on it, the second one knows more of its steps: these are counted.
+    They are counted with the run itself, if it is given, and otherwise with the first run that builds on it. If it was
+    resumed between two runs that build on it, the second one recorded more of its steps, and these are counted.
 
     Raises:
-        ValueError: a given run is not the one that another builds on, though it has its id.
+        ValueError: a given run has the id of the run that another builds on, but is not that run.
     """
     given = {ledger.runs[0]["run"]: path for path, ledger in zip(paths, ledgers, strict=True)}
     priors: dict[str, History] = {}
@@ -195,7 +194,7 @@ def _counted_once(
             if steps_at(there, after.chain) is None:
                 raise ValueError(
                     f"{there} lacks lines that it had when {ledger.path.parent} built on it: it was cut, or restored "
-                    "from an older copy. Restore the ledger of that run"
+                    "from an older copy. Restore that run's ledger"
                 )
         elif after is not None and after.run not in seen:
             seen.add(after.run)
@@ -210,36 +209,36 @@ def check_run(path: Path, plan: PrivacyPlan | QueryPlan, ledger: LedgerContents)
     for run in ledger.runs:
         if run["plan_hash"] != plan.hash:
             raise ValueError(
-                f"the ledger in {path} was written under the plan {run['plan_hash'][:12]}, and the plan beside it is "
-                f"{plan.hash[:12]}. Restore the plan of that run"
+                f"the ledger in {path} was written under the plan {run['plan_hash'][:12]}, but the plan in that folder "
+                f"is {plan.hash[:12]}. Restore that run's plan"
             )
     above = Path(os.path.realpath(path)).parent
     if (above / LEDGER_FILE).exists() and read_ledger(above / LEDGER_FILE).runs[0]["run"] == ledger.runs[0]["run"]:
         raise ValueError(
-            f"{path} is a checkpoint of the run in {above}: its copy of the ledger ends at the checkpoint, and later "
-            "steps would not be counted. Give the output folder of the run"
+            f"{path} is a checkpoint of the run in {above}: its copy of the ledger ends at the checkpoint, so later "
+            "steps would not be counted. Pass the run's output folder"
         )
     if plan.seeded or ledger.seeded:
         raise ValueError(
-            f"{path} used a fixed seed, so neither it nor a composition with it is private. Leave it out only if "
-            "nothing from it was released"
+            f"{path} used a fixed seed, so neither it nor a composition with it is private. Omit it only if nothing "
+            "from it was released"
         )
 
 
 def _check_distinct(paths: list[Path], ledgers: list[LedgerContents]) -> None:
-    """Raise when a run would be counted twice: nothing shows which of two copies has all its steps."""
+    """Raise if a run would be counted twice: nothing shows which of two copies has all its steps."""
     folders: dict[str, int] = {}
     owners: dict[str, int] = {}
     for number, (path, ledger) in enumerate(zip(paths, ledgers, strict=True)):
         first = folders.setdefault(os.path.realpath(path), number)
         if first != number:
-            raise ValueError(f"{path} and {paths[first]} are the same folder. Give each run once")
+            raise ValueError(f"{path} and {paths[first]} are the same folder. Pass each run once")
         for run in ledger.runs:
             first = owners.setdefault(run["run"], number)
             if first != number:
                 raise ValueError(
                     f"the ledgers in {path} and {paths[first]} hold the same run ({run['run']}): one is a copy of the "
-                    "other, as in a checkpoint, or both continue it. Give the output folder of each run once"
+                    "other, as in a checkpoint, or both continue it. Pass each run's output folder once"
                 )
 
 
@@ -251,8 +250,8 @@ def _common_data(
         units = {(plan.unit, plan.unit_column) for plan in plans}
         if len(units) > 1:
             raise ValueError(
-                f"these runs protect different units ({', '.join(sorted(map(str, units)))}): ε of one record says "
-                "nothing about a user with several records, so no common ε is known. Train again with the same unit"
+                f"these runs protect different units ({', '.join(sorted(map(str, units)))}): an ε for records does not "
+                "hold for a user with several records, so there is no common ε. Train again with the same unit"
             )
         return " and ".join(sorted({str(plan.dataset or dataset) for plan in plans} - {"None"})) or "without a name"
     nameless = [str(path) for path, plan in zip(paths, plans, strict=True) if plan.dataset is None]
@@ -270,9 +269,9 @@ def _common_data(
         )
         vouched = f" (declared: {dataset!r})" if dataset is not None else ""
         raise ValueError(
-            f"these runs used different data or units{vouched}, and one ε for them would mean nothing: {listed}. "
-            "If the data sets share people, such as one that has grown between the runs, compose them with "
-            "--shared-people; the ε of a single run is not the ε of a person who is in several"
+            f"these runs used different data or units{vouched}, so a common ε would be meaningless: {listed}. "
+            "If the data sets share people, for example because one grew between the runs, compose them with "
+            "--shared-people; the ε of a single run does not hold for a person who is in several"
         )
     (name,) = names
     assert name is not None
@@ -282,5 +281,5 @@ def _common_data(
 def _common(what: str, paths: list[Path], values: list[Any]) -> Any:
     if len(set(values)) > 1:
         listed = "; ".join(f"{path}: {value}" for path, value in zip(paths, values, strict=True))
-        raise ValueError(f"the plans differ in {what} ({listed}). Give the one for the composition with --{what}")
+        raise ValueError(f"the plans differ in {what} ({listed}). Choose one for the composition with --{what}")
     return values[0]

@@ -1,8 +1,8 @@
-"""The Gaussian mechanism in closed form: δ, ε and μ, each from the other two.
+"""Compute δ, ε and μ of the Gaussian mechanism in closed form, each from the other two.
 
-Place in the flow: beside the accounting, which it does not use. A sum that one unit moves by μ standard deviations of
-its noise is μ-private (Dong, Roth, Su, arXiv:1905.02383). δ = Φ(μ/2 - ε/μ) - exp(ε) Φ(-μ/2 - ε/μ) is the least δ at
-which it is (ε, δ)-private (Balle, Wang, arXiv:1805.06530, theorem 8).
+A sum that one unit changes by μ standard deviations of its noise is μ-private (Dong, Roth, Su, arXiv:1905.02383).
+δ = Φ(μ/2 - ε/μ) - exp(ε) Φ(-μ/2 - ε/μ) is the smallest δ at which it is (ε, δ)-private (Balle, Wang, arXiv:1805.06530,
+theorem 8).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def gaussian_log_delta(mu: float, epsilon: float) -> float:
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
-    """Return ε at δ of a μ-Gaussian mechanism; 0 where a smaller δ holds at every ε.
+    """Return ε at δ of a μ-Gaussian mechanism; 0 if δ holds even at ε = 0.
 
     Args:
         mu: μ >= 0.

@@ -1,7 +1,7 @@
-"""The guarantee: ε and δ of a history, under an adjacency, for a unit.
+"""Define the guarantee: ε and δ of a history, under an adjacency, for a unit.
 
-Place in the flow: between the accounting and everything that states an ε. ε is computed from the history in the value
-itself, so nobody can hold an ε that belongs to other steps, another δ or the other adjacency.
+ε is computed from the history that the guarantee holds, so it cannot belong to different steps, a different δ or a
+different adjacency.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dpllm.privacy.rounding import format_delta, format_epsilon
 
 @dataclass(frozen=True, kw_only=True)
 class Guarantee:
-    """(ε, δ)-differential privacy of the releases of some steps.
+    """(ε, δ)-differential privacy of what some steps release.
 
     >>> from dpllm import Step
     >>> steps = [(Step(sampling_rate=0.02, noise_multiplier=1.0), 1500)]
@@ -32,13 +32,13 @@ class Guarantee:
     delta: float
     """δ."""
     adjacency: str
-    """Of the headline: "zero-out" or "replace-one"."""
+    """Adjacency of the headline ε: "zero-out" or "replace-one"."""
     unit: str
     """"sequence" or "user"."""
 
     @cached_property
     def epsilon(self) -> float:
-        """ε at δ under the adjacency of the headline; an upper bound, inf without noise."""
+        """ε at δ under the headline's adjacency; an upper bound, inf without noise."""
         return self.under(self.adjacency)
 
     def under(self, adjacency: str) -> float:
@@ -52,12 +52,12 @@ class Guarantee:
 
     @property
     def other(self) -> str:
-        """The adjacency that is not that of the headline."""
+        """The adjacency that is not the headline's."""
         return next(name for name in ADJACENCIES if name != self.adjacency)
 
     @property
     def is_finite(self) -> bool:
-        """Whether there is an ε."""
+        """Whether ε is finite."""
         return math.isfinite(self.epsilon)
 
     @property
@@ -67,11 +67,11 @@ class Guarantee:
 
     @property
     def num_steps(self) -> int:
-        """The steps, or answers, of the history."""
+        """Number of steps or answers in the history."""
         return sum(count for _, count in self.history)
 
     def of(self, history: History) -> Guarantee:
-        """Return the guarantee of other steps, at the same δ, under the same adjacency, for the same unit."""
+        """Return the guarantee of different steps, at the same δ, under the same adjacency, for the same unit."""
         return dataclasses.replace(self, history=history)
 
     def __str__(self) -> str:

@@ -1,21 +1,21 @@
-"""The record of the steps that ran, written durably before any result of a step is released.
+"""Record the steps that ran, durably and before any result of a step is released.
 
-Place in the flow: `private_step` charges each step here before the optimizer sees the noisy gradient; the report
-computes ε only from this file. It has one JSON object per line, which is appended and flushed to the disk (fsync)
-before the call returns, so that no crash can lose a charged step. Each line carries a hash of itself and of all lines
-before it. So an edited, lost or reordered line is found, unless lines are cut off at the very end. The hash is not a
-signature: it guards against accidents, and against edits by someone who does not recompute the hashes.
+`private_step` charges each step here before the optimizer sees the noisy gradient; the report computes ε only from this
+file. It has one JSON object per line, which is appended and flushed to the disk (fsync) before the call returns, so no
+crash can lose a charged step. Each line contains a hash of itself and of all previous lines, so an edited, lost or
+reordered line is detected, unless lines are cut off at the very end. The hash is not a signature: it protects against
+accidents, and against edits by someone who does not recompute the hashes.
 
 Kinds of lines: "run" (a process started or resumed), "step", "charge" (answers of a query run), "disclosure" (something
-that depends on the private data was written out, and ε does not cover it), "fact" (a fact of the run for the report),
-"score" (of the model on public held-out records, by which `dpllm methods tune` compares runs), "open point" (a reason
-not to release before people have settled it), "settled" (what people checked about such a
-reason, who, and when), "public start" (the files of the public training at the start of the run, by hash), "released"
+that depends on the private data was written out, and ε does not cover it), "fact" (a fact about the run for the
+report), "score" (the model's score on public held-out records, by which `dpllm methods tune` compares runs), "open
+point" (a reason not to release before people have settled it), "settled" (what people checked about such a reason, who,
+and when), "public start" (the files of the public training at the start of the run, by hash), "released"
 (the files of a saved model, by hash), "audit" (the verdict of an audit), "pages" (the files of the report and the model
 card, by hash), "rate" (the learning rates from the update after a step on), "adopted" (people declared this copy of the
-file to be the ledger), "recovered" (a crash left the line before incomplete), "end". The line of each start names the
-commit of dpllm that ran. The line of a step also holds learning rates that changed before it, so that they need no
-write of their own. The ledger is published, so counts of single steps that depend on private rows are in another file
+file to be the ledger), "recovered" (a crash left the previous line incomplete), "end". The line of each start names the
+commit of dpllm that ran. The line of a step also holds learning rates that changed before it, which saves a separate
+write. The ledger is published, so counts for single steps that depend on private rows are in a different file
 (`dpllm.privacy.private_folder`).
 """
 
@@ -67,7 +67,7 @@ class _Plan(Protocol):
 
 
 class Ledger(ChainedFile):
-    """A ledger open for appending; made by `create` or `open`.
+    """A ledger that is open for appending. `create` and `open` return one.
 
     Guarantee: when an ``append_*`` call returns, its line is on the disk.
     """
@@ -92,7 +92,7 @@ class Ledger(ChainedFile):
         Args:
             path: the file, which must not exist.
             plan: the privacy plan of the run.
-            public: values that the run took from public data before, one line each.
+            public: values that the run previously took from public data, one line each.
             budget: the budget file's name ("file") and the run's entry in it ("entry").
 
         Raises:
@@ -103,7 +103,7 @@ class Ledger(ChainedFile):
             ledger = cls.make(path)
         except FileExistsError as error:
             raise LedgerError(
-                f"{path} is the ledger of an earlier run, and its steps stay charged. Resume that run, or choose an "
+                f"{path} is the ledger of an earlier run, whose steps stay charged. Resume that run, or choose an "
                 "empty output folder"
             ) from error
         ledger._append_run(plan, public, budget)
@@ -122,15 +122,16 @@ class Ledger(ChainedFile):
             steps_allowed: steps of all starts together that the resumed run may take; None: all steps of the plan.
 
         Raises:
-            LedgerError: the file is missing, edited, incomplete for another reason than a crash, of another plan, or a
-                copy of the file that the run wrote (`require_own_file`); or it lost lines (`refuse_lost_lines`).
+            LedgerError: the file is missing, edited, incomplete but not because of a crash, written under a different
+                plan, or a copy of the file that the run wrote (`require_own_file`); or it lost lines
+                (`refuse_lost_lines`).
         """
         path = Path(path)
         contents = read_ledger(path)
         for run in contents.runs:
             if run["plan_hash"] != plan.hash:
                 raise LedgerError(
-                    f"{path} was written under the plan {run['plan_hash'][:12]}, and this one is {plan.hash[:12]}: "
+                    f"{path} was written under the plan {run['plan_hash'][:12]}, but this plan is {plan.hash[:12]}: "
                     "data, batch size, noise or steps differ. Resume with the configuration of the first run"
                 )
         refuse_lost_lines(contents)
@@ -162,18 +163,18 @@ class Ledger(ChainedFile):
 
     @staticmethod
     def is_locked_words(path: Path) -> str:
-        """Return the error for a ledger that another run writes."""
+        """Return the error for a ledger that another run is writing."""
         remedy = "Wait for that run to end, or stop it"
         if is_own_process(path.parent):
-            remedy = 'It is a run of this process: call finish("failed") on it, or start Python again'
+            remedy = 'It is a run of this process: call finish("failed") on it, or restart Python'
         return (
-            f"{path} is being written by another run now{known_writer(path.parent)}; the steps of both runs would be "
-            f"mixed in one ledger. {remedy}"
+            f"another run is writing {path}{known_writer(path.parent)}, and one ledger must not mix the steps of two "
+            f"runs. {remedy}"
         )
 
     @property
     def num_steps(self) -> int:
-        """Steps charged so far, those of earlier runs included."""
+        """Steps charged so far, including those of earlier starts."""
         return self._num_steps
 
     @property
@@ -203,12 +204,12 @@ class Ledger(ChainedFile):
         self._num_steps += 1
 
     def note_rate(self, rate: str) -> None:
-        """Note the learning rates of an update after the last step; equal to those of the update before: nothing.
+        """Note the learning rates of an update after the last step, unless they equal those of the previous update.
 
-        They are on the disk with the next step, `write_rate` or the end, whichever comes first.
+        They are written with the next step, by `write_rate` or at the end, whichever comes first.
 
         Args:
-            rate: the rates of all groups, as numbers between commas.
+            rate: the rates of all groups, separated by commas.
         """
         if rate == (self._rate or next((known for _, known in reversed(self._notes.rates)), None)):
             return
@@ -216,7 +217,7 @@ class Ledger(ChainedFile):
         self._rate = rate
 
     def write_rate(self) -> None:
-        """Write the learning rates that were noted last, before weights are saved."""
+        """Write the last noted learning rates, before weights are saved."""
         if self._rate is not None:
             self.append({"kind": "rate", "step": self._num_steps, "rate": self._rate})
             self._rate_is_written()
@@ -230,9 +231,9 @@ class Ledger(ChainedFile):
         """Charge answers of a query run. Call it before any of them is computed.
 
         Args:
-            name: of the charge in the plan.
+            name: name of the charge in the plan.
             event: the event of one answer.
-            count: how many answers.
+            count: number of answers.
 
         Raises:
             LedgerError: the run has ended.
@@ -241,18 +242,18 @@ class Ledger(ChainedFile):
         if not self._running:
             raise LedgerError(f"{name!r} cannot be charged: the run in {self.path} has ended")
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"{name!r} is charged a whole number of times, at least once, got {count!r}")
+            raise ValueError(f"the count of {name!r} must be a whole number of at least 1, got {count!r}")
         self.append({"kind": "charge", "name": name, "count": count, **to_fields(event)})
         self._num_steps += count
 
     def append_disclosure(self, what: str, count: int = 1) -> None:
         """Note that something was written out that depends on the private data and that ε does not cover."""
         if count < 1:
-            raise ValueError(f"a disclosure counts at least 1, got {count}")
+            raise ValueError(f"the count of a disclosure must be at least 1, got {count}")
         self.append({"kind": "disclosure", "what": what, "count": int(count)})
 
     def append_diagnostic(self, what: str, count: int = 1) -> None:
-        """Count something worth knowing, such as units whose gradient was not finite, in a file not for release."""
+        """Count an event such as units whose gradient was not finite, in a file that must not be released."""
         append_diagnostic(self.path.parent, self._num_steps, what, count)
 
     def append_fact(self, name: str, value: str | int | float) -> None:
@@ -374,19 +375,19 @@ class Ledger(ChainedFile):
         super().append(entry)
 
     def require_intact(self) -> None:
-        """Make sure that the file under the ledger's name is the file that this run writes, and that it is complete.
+        """Check that the file under the ledger's name is the file that this run writes, and that it is complete.
 
         Raises:
-            LedgerError: it was replaced, removed, cut, or written by another process. If it was replaced, the lines of
-                this run are saved beside it.
+            LedgerError: it was replaced, removed, cut, or written by another process. If it was replaced, this run's
+                lines are saved next to it.
         """
         self._take_notes_of_others()
         super().require_intact()
 
     def _moved_words(self, what: str) -> str:
         return (
-            f"{self.path} was {what} during the run, so the steps of this run would not be charged there. Its "
-            f"{self._num_steps} charged steps are saved in {self._rescue()}: rename that file to {self.path.name}, and "
+            f"{self.path} was {what} during the run, so this run's steps could not be charged there. Its "
+            f"{self._num_steps} charged steps are saved in {self._rescue()}. Rename that file to {self.path.name}, and "
             "resume"
         )
 
@@ -394,12 +395,12 @@ class Ledger(ChainedFile):
         last = known_writer(self.path.parent)
         return (
             f"{self.path} has {size} bytes, but this run wrote or read {self._size}: another process wrote to it or "
-            f"cut it{f'; the run that started last is the one{last}' if last else ''}. Make sure that only one run "
-            "writes in the folder, restore the file from a copy, and resume"
+            f"cut it{f'; the last run started here{last}' if last else ''}. Make sure that only one run writes in the "
+            "folder, restore the file from a backup, and resume"
         )
 
     def _take_notes_of_others(self) -> None:
-        """Continue after lines that were added when the run had ended and that charge nothing (`annotate`).
+        """Continue after lines that were added after the run ended and that charge nothing (`annotate`).
 
         An audit adds its verdict, and people settle open points, while a program still holds the trainer of the run.
         """
@@ -407,7 +408,7 @@ class Ledger(ChainedFile):
             return
         try:
             reader = LedgerReader(self.path, wanted=self._chain)
-        except LedgerError:  # the size tells below that the file is not the one that this run wrote
+        except LedgerError:  # the size check reports that this run did not write the file
             return
         if reader.steps_at_wanted == reader.contents.num_steps == self._num_steps and not reader.torn_tail:
             self.go_on(reader.chain, reader.num_bytes)
@@ -452,13 +453,12 @@ def require_own_file(contents: LedgerContents) -> None:
 
     A copied folder can be resumed twice, and a folder restored from an older copy lacks the steps taken since. Each
     copy would state only the ε of its own steps, but a person in the data would bear the ε of all steps. No file shows
-    which copy is meant to go on. So people declare it: `dpllm verify FOLDER --adopt`, which leaves an open point in the
-    report. A file keeps its inode when its folder is renamed; cp, rsync, tar or a restored backup give it another
-    inode. If the file system has inode generations, they distinguish files that used the same inode one after another:
-    ext4 gives the inode of a deleted file to the next file. File systems that number files differently at each mount
-    (some FUSE ones) also require `dpllm verify --adopt`. A file that was overwritten in place by an older copy is found
-    by the run's report (`refuse_lost_lines`), by its budget, or by the checkpoint that is resumed, if the copy is older
-    (`dpllm.privacy.run_folder`).
+    which copy should continue, so people declare it with `dpllm verify FOLDER --adopt`, which adds an open point to the
+    report. A file keeps its inode when its folder is renamed; cp, rsync, tar or a restored backup give it a different
+    inode. Inode generations, if the file system has them, distinguish files that used the same inode one after another:
+    ext4 gives a deleted file's inode to the next file. File systems that number files differently at each mount (some
+    FUSE ones) also require `dpllm verify --adopt`. If an older copy overwrote the file in place, the run's report
+    (`refuse_lost_lines`), its budget or a later checkpoint reveals it (`dpllm.privacy.run_folder`).
 
     Raises:
         LedgerError: it is a copy.
@@ -466,20 +466,20 @@ def require_own_file(contents: LedgerContents) -> None:
     if is_copy(contents.path, *contents.notes.file):
         raise LedgerError(
             f"{contents.path} is a copy of the file that the run wrote, or was restored from one. If two copies are "
-            "resumed, each states only the ε of its own steps. Resume in the original folder; if that folder is gone "
-            f"and no other copy was resumed, run `dpllm verify {contents.path.parent} --adopt` first, which the "
-            "report will state"
+            "resumed, each states only the ε of its own steps. Resume in the original folder; if it is lost and no "
+            f"other copy was resumed, first run `dpllm verify {contents.path.parent} --adopt`, which the report will "
+            "state"
         )
 
 
 def refuse_lost_lines(contents: LedgerContents) -> None:
-    """Refuse to continue a ledger, or to state an ε from it, if the report beside it was made of lines that it lacks.
+    """Refuse to continue a ledger or to state an ε from it if it lacks lines from which its folder's report was made.
 
-    A report names the hash of its ledger, to which lines were only added since. So some first lines of the ledger have
-    that hash, unless it was cut or overwritten by an older copy; steps and disclosures would then be missing.
+    A report names the hash of its ledger, and since then lines were only added. The ledger's first lines must therefore
+    have that hash, unless the ledger was cut or overwritten by an older copy and lacks steps or disclosures.
 
     Raises:
-        LedgerError: lines were lost, the report is of another run, or it cannot be read.
+        LedgerError: lines were lost, the report belongs to a different run, or it cannot be read.
     """
     report = contents.path.parent / REPORT_FILE
     if not report.is_file():
@@ -489,7 +489,7 @@ def refuse_lost_lines(contents: LedgerContents) -> None:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise LedgerError(
             f"{report} cannot be read ({type(error).__name__}: {error}), so it does not show whether {contents.path} "
-            "lost lines. Restore the report from a copy; if the ledger is whole, you can move the report away"
+            "lost lines. Restore the report from a backup; if the ledger is complete, you can move the report away"
         ) from error
     read = hashlib.sha256()
     for line in contents.path.read_bytes().split(b"\n"):
@@ -499,8 +499,8 @@ def refuse_lost_lines(contents: LedgerContents) -> None:
         if made_of in (torn.hexdigest(), read.hexdigest()):
             return
     raise LedgerError(
-        f"{report} was made of lines that {contents.path} lacks, so ε could be too small: the ledger is an older copy, "
-        "or lines were cut off its end. Restore the ledger. If instead the report is of another run, move it away"
+        f"{report} was made of lines that {contents.path} lacks, so ε could be too small: the ledger is an older "
+        "copy or was cut off. Restore the ledger. If the report belongs to a different run, move it away"
     )
 
 
@@ -520,7 +520,7 @@ def is_being_written(path: str | Path) -> bool:
 def _one_line(what: str, text: str) -> str:
     words = " ".join(str(text).split())
     if not words:
-        raise ValueError(f"the {what} is empty; write one line")
+        raise ValueError(f"the {what} is empty: write one line")
     return words
 
 
@@ -529,4 +529,4 @@ def _fact_value(name: str, value: str | int | float) -> str | int | float:
         return _one_line(f"value of the fact {name!r}", value)
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return value
-    raise ValueError(f"the fact {name!r} is {value!r}; give a text or a finite number")
+    raise ValueError(f"the fact {name!r} must be a text or a finite number, got {value!r}")

@@ -1,8 +1,7 @@
 """Read a ledger, and check the chain of hashes that links its lines.
 
-Place in the flow: below `dpllm.privacy.ledger`, which writes; report, budget and `dpllm verify` read. A line that was
-edited, lost or moved is an error. If a crash may have lost half a line, that line counts as a charged step unless it
-certainly was of another kind: charging one step too many is safe.
+A line that was edited, lost or moved is an error. If a crash may have cut off a line, that line counts as a charged
+step unless it certainly was of a different kind: charging one step too many is safe.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ ENTROPY = {
     "chacha20": f"{ENTROPY_SYSTEM}; noise by ChaCha20 (RFC 8439), draws of units by PCG64DXSM",
     "discrete": f"{ENTROPY_SYSTEM}; exact discrete noise by ChaCha20 (RFC 8439), draws of units by PCG64DXSM",
 }
-"""Words of a ledger for the entropy of a run that has no seed, for each generator of noise."""
+"""A ledger's words for the entropy of a run without a seed, by noise generator."""
 
 LEDGER_FORMAT = 1
-"""Format of a ledger, which the line of each start names."""
+"""Format of a ledger, which each start's line names."""
 OLD_COUNTS = (
-    "The ledger is of an earlier version of dpllm, which wrote counts of private units into it. They tell neighbouring "
-    "data sets apart. Publish the weights without the ledger, or train again."
+    "An earlier version of dpllm wrote counts of private units into the ledger, which distinguish neighbouring data "
+    "sets. Publish the weights without the ledger, or train again."
 )
 """The open point of a ledger with such lines."""
 
@@ -71,10 +70,10 @@ class LedgerError(ValueError):
 
 @dataclass(frozen=True)
 class LedgerHead:
-    """A place in one ledger: the hash over all lines up to it, and the steps that they charge.
+    """A position in a ledger: the hash over all lines up to it, and the steps that they charge.
 
-    A checkpoint and a budget entry carry the head of their run. Only the ledger of that run contains it: not the ledger
-    of another run, one that was cut before it, or one that was continued from an older copy.
+    A checkpoint and a budget entry hold the head of their run. Only that run's ledger contains it: a different run's
+    ledger, one that was cut before it, or one that was continued from an older copy does not.
     """
 
     chain: str
@@ -95,7 +94,7 @@ class LedgerHead:
             chain, num_steps = values.get("chain"), values.get("num_steps")
             if isinstance(chain, str) and len(chain) == CHAIN_LENGTH and isinstance(num_steps, int) and num_steps >= 0:
                 return cls(chain, num_steps)
-        raise LedgerError(f"{values!r} is not a place in a ledger. Restore the file that it was read from")
+        raise LedgerError(f"{values!r} is not a position in a ledger. Restore the file from which it was read")
 
 
 @dataclass
@@ -121,7 +120,7 @@ class LedgerNotes:
     file: tuple[str, str] = ("", "")
     """The last run's id, and the keyed hash of the inode of the file that it wrote (`file_hash`)."""
     thresholds: list[float] = field(default_factory=list)
-    """Clip thresholds of the steps whose lines carry one, in their order: those of a clipping that adapts."""
+    """Clip thresholds of the steps with adaptive clipping, in their order."""
     rates: list[tuple[int, str]] = field(default_factory=list)
     """Learning rates: the number of a step, and the rates from its update on, until another entry follows."""
     score: tuple[Score, float] | None = None
@@ -245,7 +244,7 @@ def read_ledger(path: str | Path) -> LedgerContents:
 
 
 def require_prefix(ledger: str | Path, head: LedgerHead, owner: str) -> None:
-    """Make sure that a ledger contains a head.
+    """Check that a ledger contains a head.
 
     Args:
         ledger: the file.
@@ -260,21 +259,21 @@ def require_prefix(ledger: str | Path, head: LedgerHead, owner: str) -> None:
     charged = read_ledger(ledger).num_steps
     if head.num_steps > charged:
         raise LedgerError(
-            f"{owner} holds {head.num_steps} steps, {ledger} charges {charged}: it is not the ledger of that run, or "
-            "it was cut or restored from an older copy. Replace it by the run's own latest ledger"
+            f"{owner} holds {head.num_steps} steps, but {ledger} charges only {charged}: it is not that run's ledger, "
+            "or it was cut or restored from an older copy. Replace it with the run's own latest ledger"
         )
     raise LedgerError(
-        f"{owner} belongs to another ledger than {ledger}: it comes from another run, or from a copy of this folder "
-        "that was resumed separately, and its steps are not charged here. Resume from a checkpoint of this folder's "
-        "run, or in the folder that made this checkpoint"
+        f"{owner} does not belong to {ledger}: it comes from a different run, or from a copy of this folder that was "
+        "resumed separately, and its steps are not charged here. Resume from a checkpoint of this folder's run, or in "
+        "the folder that made this checkpoint"
     )
 
 
 def noted_before(path: str | Path, fact: str) -> tuple[bool, Any]:
-    """Return whether the file holds a run with steps, and what it noted last as this fact (None: nothing).
+    """Return whether a ledger has charged steps, and its last value of a fact (None: no value).
 
     Args:
-        path: of a ledger; there may be none.
+        path: path of the ledger, which need not exist.
         fact: name of the fact.
     """
     contents = read_ledger(path) if Path(path).is_file() else None
@@ -297,7 +296,7 @@ class LedgerReader:
         try:
             data = path.read_bytes()
         except OSError as error:
-            raise LedgerError(f"{path} cannot be read ({error.strerror}); without a ledger there is no ε") from error
+            raise LedgerError(f"{path} cannot be read ({error.strerror}). Without a ledger, there is no ε") from error
         self.contents = LedgerContents(path=path)
         self.chain = CHAIN_START
         self.ends_with_newline = data.endswith(b"\n")
@@ -319,7 +318,7 @@ class LedgerReader:
             ) from error
         self.contents.chain = self.chain
         if not self.contents.runs:
-            raise LedgerError(f"{path} names no run, so nothing was charged: start in an empty output folder")
+            raise LedgerError(f"{path} names no run, so nothing was charged. Start in an empty output folder")
 
     def _read(self, lines: list[str]) -> None:
         # The step number is kept here: counting the history again for each line would take quadratic time.
@@ -339,7 +338,7 @@ class LedgerReader:
     def _fail(self, number: int, what: str) -> LedgerError:
         return LedgerError(
             f"{self.contents.path} line {number}: {what}. The ledger was changed after the run wrote it, so ε cannot "
-            "be stated; restore the file from a copy"
+            "be computed. Restore the file from a backup"
         )
 
     def _take_damaged(self, number: int, line: str, lines: list[str]) -> None:
@@ -372,10 +371,10 @@ class LedgerReader:
             if not isinstance(entry.get(name), kind):
                 raise self._fail(number, f"the run's field {name!r} is missing, or is not of type {kind.__name__}")
         if not isinstance(entry["commit"], str | None):
-            raise self._fail(number, "the run's field 'commit' is no commit")
+            raise self._fail(number, "the run's field 'commit' is not a commit")
         budget = entry["budget"]
         if budget is not None and not (isinstance(budget, dict) and {"file", "entry"} <= set(budget)):
-            raise self._fail(number, "the run's field 'budget' names no entry of a budget file")
+            raise self._fail(number, "the run's field 'budget' does not name an entry of a budget file")
 
     def _take_step(self, number: int, body: str) -> None:
         step_number, _, fields = body[len(_STEP_START) :].partition(", ")

@@ -1,7 +1,7 @@
-"""Choose the noise of a plan among the candidates of a mechanism: the least predicted noise in the released weights.
+"""Choose a plan's noise among a mechanism's candidates: the least predicted noise in the released weights.
 
-Place in the flow: `make_plan` calls it before it calibrates σ. All candidates are compared at the plan's ε. The numbers
-of the choice are public constants: they depend on N, B, T, ε, δ and the workload, never on the data.
+`make_plan` calls it before it calibrates σ. All candidates are compared at the plan's ε. The choice depends only on
+public constants: N, B, T, ε, δ and the workload, never on the data.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dpllm.privacy.plan import PrivacyPlan
 
 NEARLY_LEAST = 1.05
-"""A candidate that keeps less noise in memory is chosen if its predicted noise is at most this times the least."""
+"""A candidate that stores less noise is chosen if its predicted noise is at most this many times the least."""
 _STEPS_LOOKED_AT = 1000
 
 
@@ -38,14 +38,14 @@ def choose_noise(
     delta: float,
     adjacency: str,
 ) -> Noise:
-    """Return the noise of a plan, with all its numbers.
+    """Return the noise of a plan, with all its parameters.
 
-    Of several candidates it is the first, which keeps the fewest tensors, whose predicted noise is within 5 % of the
-    least.
+    Among several candidates, it is the first one whose predicted noise is within 5 % of the least; earlier candidates
+    store fewer tensors.
 
     Args:
-        noise: the one that the recipe names.
-        draw: the numbers of the draw, without truncation.
+        noise: the noise that the recipe names.
+        draw: the parameters of the draw, without truncation.
         workload: the map from the noise of the steps to the released weights.
         target_epsilon: the ε of the run.
         noise_multiplier: σ, if it is given.
@@ -54,15 +54,15 @@ def choose_noise(
         adjacency: "zero-out" or "replace-one".
 
     Raises:
-        ValueError: several candidates and a σ that is given, or none of them reaches the target.
+        ValueError: there are several candidates and σ is given, or none of them reaches the target.
     """
     candidates = noise.candidates(draw, workload)
     if len(candidates) == 1:
         return candidates[0]
     if noise_multiplier is not None or target_epsilon is None:
         raise ValueError(
-            "noise.bands=auto compares bands at one ε, and noise_multiplier fixes σ instead: more bands would then "
-            "raise ε. Give target_epsilon without noise_multiplier, or a number of bands"
+            "noise.bands=auto compares bands at the same ε, but noise_multiplier fixes σ instead, and more bands would "
+            "then raise ε. Set target_epsilon without noise_multiplier, or a number of bands"
         )
     errors = [
         predicted_noise(candidate, draw, workload, target_epsilon, num_steps, delta, adjacency)
@@ -84,13 +84,13 @@ def nearly_least(errors: Sequence[float], times: float = NEARLY_LEAST) -> int:
 def predicted_noise(
     noise: Noise, draw: Draw, workload: Workload, target_epsilon: float, num_steps: int, delta: float, adjacency: str
 ) -> float:
-    """Return σ‖wᵀM⁻¹‖, the standard deviation of the noise of the released weights, with σ calibrated to 0.2 %.
+    """Return σ‖wᵀM⁻¹‖, the noise standard deviation of the released weights, with σ calibrated within 0.2 %.
 
     Its unit is (largest learning rate) · C / b. It is inf if no σ reaches the target.
 
     Args:
-        noise: with all its numbers.
-        draw: the numbers of the draw, without truncation.
+        noise: the noise, with all its parameters.
+        draw: the parameters of the draw, without truncation.
         workload: the map from the noise of the steps to the released weights.
         target_epsilon: the ε of the run.
         num_steps: T.
@@ -102,7 +102,7 @@ def predicted_noise(
 
 
 def _calibrated(noise: Noise, draw: Draw, target: float, num_steps: int, delta: float, adjacency: str) -> float:
-    """Return σ to 0.2 %; inf if none reaches the target."""
+    """Return σ within 0.2 %; inf if none reaches the target."""
     return least_noise(
         target, delta, lambda sigma: [(noise.event(draw, sigma, 1.0), num_steps)], adjacency, exact=False
     )
@@ -152,7 +152,7 @@ def prediction(plan: PrivacyPlan, workload: Workload) -> Prediction | None:
         workload: the map from the noise of the steps to the released weights.
     """
     mechanism, target = plan.mechanism, plan.epsilon_under(plan.adjacency)
-    if plan.selection is not None:  # its ε is not that of one run
+    if plan.selection is not None:  # its ε is not the ε of one run
         return None
     if not mechanism.noise.tensors_kept or not 0 < target <= MAX_TARGET_EPSILON:
         return None
@@ -166,6 +166,6 @@ def prediction(plan: PrivacyPlan, workload: Workload) -> Prediction | None:
 
 
 def step_noise(noise: Noise, num_steps: int) -> float:
-    """Return the root mean square, over the steps, of the noise of a step divided by σC; of many steps, a sample."""
+    """Return the root mean square over the steps of the step noise divided by σC; many steps are sampled."""
     steps = np.unique(np.linspace(0, num_steps - 1, num=min(num_steps, _STEPS_LOOKED_AT), dtype=np.int64))
     return math.sqrt(sum(noise.variance(int(step), num_steps) for step in steps) / len(steps))

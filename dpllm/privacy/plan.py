@@ -1,9 +1,9 @@
-"""The plan: every number that determines the guarantee, fixed before the run.
+"""Plan a training run: fix every number that determines the guarantee, before the run.
 
-Place in the flow: made from the privacy configuration, the public number of units and the number of steps. The
-sampler, the noise and the privacy event are derived only from it, so they cannot disagree. Microbatch size, number of
-machines, engine and precision are not in it: they cannot change ε. The fields that describe the unit, the draw and the
-noise are in `dpllm.privacy.plan_parts`.
+The plan follows from the privacy configuration, the public number of units and the number of steps. The sampler, the
+noise and the privacy event are derived only from it, so they cannot disagree. Microbatch size, number of machines,
+engine and precision are not part of it, because they cannot change ε. `dpllm.privacy.plan_parts` defines the fields for
+the unit, the draw and the noise.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from dpllm.privacy.stated import planned_steps, stated_starts, steps_of_selectio
 class PrivacyPlan(PlannedNoise, PlannedDraw, Plan):
     """The constants of a private run. All of them are public.
 
-    Its fields are those of `PlannedUnit`, `PlannedDraw` and `PlannedNoise`, and then the steps and their cost. Made by
-    `make_plan`; `load` reads one back.
+    Its fields are those of `PlannedUnit`, `PlannedDraw` and `PlannedNoise`, the steps and their cost. `make_plan` makes
+    a plan, and `load` reads one.
 
     Raises:
         ValueError: the numbers contradict each other.
@@ -47,8 +47,8 @@ class PrivacyPlan(PlannedNoise, PlannedDraw, Plan):
     num_steps_wanted: int | None = None
     """The steps requested, if the budget allows fewer; None if not."""
     selection: Spec | None = None
-    """The distribution of the number of runs of which this is one and only the best is released
-    (`dpllm.mechanism.selection`); None for a run that is released by itself. ε and the target are of the selection."""
+    """The distribution of the number of runs, of which this is one and only the best is released
+    (`dpllm.mechanism.selection`). ε and the target then cover the selection. None: the run is released by itself."""
 
     @classmethod
     def untruncated(
@@ -78,9 +78,9 @@ class PrivacyPlan(PlannedNoise, PlannedDraw, Plan):
         )
 
     def __post_init__(self) -> None:
-        """Check that the numbers fit together, and that there is an accounting for the parts."""
+        """Check that the numbers are consistent and that the parts can be accounted for."""
         super().__post_init__()
-        _ = self.mechanism, self.history  # these refuse parts that have no accounting
+        _ = self.mechanism, self.history  # these refuse parts that cannot be accounted for
 
     def rules(self) -> dict[str, bool]:
         """Return the rules for the fields, and whether each holds."""
@@ -92,12 +92,12 @@ class PrivacyPlan(PlannedNoise, PlannedDraw, Plan):
 
     @property
     def after(self) -> None:
-        """None: a training builds on no released run."""
+        """None: a training run does not build on a released run."""
         return None
 
     @property
     def method(self) -> None:
-        """None: a training."""
+        """None: this is a training run."""
         return None
 
     @property
@@ -135,13 +135,13 @@ class PrivacyPlan(PlannedNoise, PlannedDraw, Plan):
         return self.mechanism.history(self.num_steps)
 
     def stops_independently(self, contents: LedgerContents) -> bool:
-        """Return whether the stop was declared independent; a selection is stated whole, whatever was declared."""
+        """Return whether the stop was declared independent; False for a selection, which is stated as a whole."""
         return contents.notes.stopped_independently and self.selection is None
 
     def unplanned(self, contents: LedgerContents) -> str | None:
-        """Return how many steps of a ledger are not the plan's."""
+        """Return how many of a ledger's steps differ from the plan."""
         foreign = sum(count for step, count in contents.history if step != self.event)
-        return f"{foreign} steps have other numbers than the plan" if foreign else None
+        return f"{foreign} steps have different numbers from the plan" if foreign else None
 
     def stated_steps(self, contents: LedgerContents) -> tuple[tuple[Event, int], ...]:
         """Return the steps of this run whose ε is stated (`dpllm.privacy.stated.stated_history`)."""
@@ -177,20 +177,20 @@ def make_plan(
 
     Args:
         privacy: the configuration.
-        num_units: N, the units of the training data. Public from here on.
+        num_units: N, the number of units in the training data. The plan makes it public.
         num_steps: T, the steps to take. If the configuration fixes both σ and a target ε, the plan has only the steps
-            that keep within the target (``on_budget="stop"``).
-        num_examples: rows of all units together, at most k of each; needed where rows are drawn
-            (``sampling="example"``), and public from here on.
-        workload: the way of the noise of each step into the released weights, for which correlated noise is designed
-            (`dpllm.training.workload.workload_of`). None: the sums of all steps. It does not change the guarantee.
+            that stay within the target (``on_budget="stop"``).
+        num_examples: total number of rows, at most k per unit; required if rows are drawn (``sampling="example"``). The
+            plan makes it public.
+        workload: how each step's noise enters the released weights; correlated noise is designed for it
+            (`dpllm.training.workload.workload_of`). None: prefix sums of all steps. It does not change the guarantee.
 
     Returns:
         The plan. With a target, ``plan.epsilon <= privacy.epsilon``.
 
     Raises:
-        ValueError: the data set is empty or smaller than a batch, δ is too large, there is no step to take, the target
-            cannot be reached, or (``on_budget="error"``) the steps would cost more than the target.
+        ValueError: the data set is empty or smaller than a batch, δ is too large, there are no steps, the target cannot
+            be reached, or (``on_budget="error"``) the steps would exceed the target.
 
     >>> privacy = PrivacyConfig(noise_multiplier=1.0, clip_norm=1.0, expected_batch_size=20)
     >>> make_plan(privacy, num_units=1000, num_steps=50).delta
@@ -237,16 +237,16 @@ def make_plan(
 
 
 def _untruncated(privacy: PrivacyConfig, num_units: int, num_steps: int, num_examples: int | None) -> Draw:
-    """Return the numbers of a draw that is never truncated; refuse a run without data or steps."""
+    """Return the parameters of a draw that is never truncated; refuse a run without data or steps."""
     if num_units < 1:
-        raise ValueError("the training data is an empty data set: there is no unit to train on. Check the data section")
+        raise ValueError("the training data is empty: there is no unit to train on. Check the data section")
     if num_steps < 1:
         raise ValueError(
             f"num_steps must be at least 1, got {num_steps}; set train.max_steps or train.num_train_epochs"
         )
     by_example = privacy.sampling == "example"
     if by_example and num_examples is None:
-        raise ValueError('sampling="example" draws rows: pass num_examples, the number of rows within the bound')
+        raise ValueError('sampling="example" draws rows. Pass num_examples, the number of rows within the bound')
     population = num_examples if by_example and num_examples is not None else num_units
     batch = batch_size(privacy, population)
     if batch > population:
@@ -270,8 +270,8 @@ def _delta(privacy: PrivacyConfig, num_units: int) -> float:
     if delta * num_units >= 1:
         raise ValueError(
             f"delta={format_delta(delta)} is not below 1/N = {format_delta_limit(1 / num_units)} for N={num_units} "
-            "units: publishing one unit outright would satisfy it. "
-            f"Take 1/(10 N) = {format_delta_limit(1 / (10 * num_units))}, or leave delta out"
+            "units. At this δ, publishing one unit outright would be allowed. "
+            f"Set it to 1/(10 N) = {format_delta_limit(1 / (10 * num_units))}, or omit delta"
         )
     return delta
 
@@ -296,12 +296,12 @@ def _within_budget(plan: PrivacyPlan, privacy: PrivacyConfig) -> PrivacyPlan:
 def _noise_and_bound(
     privacy: PrivacyConfig, noise: Noise, draw: Draw, num_steps: int, delta: float
 ) -> tuple[float, int]:
-    """Return σ and B_max. When neither is given, B_max is chosen at the σ that suffices without truncation.
+    """Return σ and B_max. If neither is given, B_max is chosen at the σ that suffices without truncation.
 
-    Where rows are drawn, no draw is truncated. Where the size of a batch is fixed, it is B_max.
+    If rows are drawn, no draw is truncated. If the batch size is fixed, it is B_max.
 
     Raises:
-        ValueError: a B_max is given for batches of another, fixed size.
+        ValueError: B_max is given and differs from a fixed batch size.
     """
     selection = None if privacy.selection is None else Selection.of(Spec.of(privacy.selection))
 
@@ -320,8 +320,8 @@ def _noise_and_bound(
     if own_bound is not None and not noise.is_sampled:
         if privacy.max_batch_size not in (None, own_bound):
             raise ValueError(
-                f"max_batch_size={privacy.max_batch_size} bounds a random batch, and noise={noise.kind} takes exactly "
-                f"{own_bound} units in every step: leave max_batch_size out"
+                f"max_batch_size={privacy.max_batch_size} bounds a random batch, but noise={noise.kind} takes exactly "
+                f"{own_bound} units in every step. Remove max_batch_size"
             )
         return calibrated(own_bound), own_bound
     if draw.rows_per_unit is not None or (selection is not None and privacy.max_batch_size is None):
@@ -353,7 +353,7 @@ def format_plan(plan: PrivacyPlan) -> list[tuple[str, str]]:
         if plan.max_rows_per_unit is None
         else ("rows of one user at most", f"{plan.max_rows_per_unit} ({plan.rows_kept})"),
         ("units N", f"{plan.num_units:,}"),
-        ("rows, each drawn and clipped by itself", f"{plan.num_examples:,}") if by_example else None,
+        ("rows, each drawn and clipped separately", f"{plan.num_examples:,}") if by_example else None,
         _rate_shown(plan),
         (
             f"{'rows' if by_example else 'units'} per step: expected b, at most",
@@ -362,7 +362,7 @@ def format_plan(plan: PrivacyPlan) -> list[tuple[str, str]]:
         ("steps T", f"{plan.num_steps:,}"),
         None
         if plan.num_steps_wanted is None
-        else ("steps asked for, more than the budget allows", f"{plan.num_steps_wanted:,}"),
+        else ("steps requested, more than the budget allows", f"{plan.num_steps_wanted:,}"),
         ("noise multiplier σ", f"{plan.noise_multiplier:.6g}"),
         ("clip norm C", f"{plan.clip_norm:g}"),
         *_parts_shown(plan),
@@ -377,10 +377,10 @@ def format_plan(plan: PrivacyPlan) -> list[tuple[str, str]]:
 
 
 def _selection_shown(plan: PrivacyPlan) -> list[tuple[str, str]]:
-    """Return the rows of a selection: its distribution, and the ε of one run beside that of the selection."""
+    """Return the rows of a selection: its distribution, and the ε of a single run."""
     if plan.selection is None:
         return []
-    released = f"only the best of K such runs; {Selection.of(plan.selection).words()}; ε is that of the selection"
+    released = f"only the best of K such runs; {Selection.of(plan.selection).words()}; ε covers the selection"
     return [("released", released), ("ε of one run by itself", str(plan.guarantee.of(plan.history_of_run)))]
 
 
@@ -397,7 +397,7 @@ def _noise_shown(plan: PrivacyPlan) -> tuple[str, str]:
         return f"noise standard deviation {symbol}", f"{plan.noise_stddev:.6g}"
     return (
         f"noise standard deviation {symbol}, before correlation",
-        f"{plan.noise_stddev:.6g}; of a release about {first:.2g} to {last:.2g}",
+        f"{plan.noise_stddev:.6g}; about {first:.2g} to {last:.2g} in a release",
     )
 
 

@@ -1,8 +1,7 @@
-"""What every plan has, and the topics of a plan: the protected unit, the draw of a step, and the noise of a step.
+"""Define the parts of a plan: the protected unit, the draw of a step, the noise of a step, and what every plan has.
 
-Place in the flow: below `dpllm.privacy.plan` and `dpllm.privacy.query_plan`, whose plans inherit their fields. Each
-part checks its own fields. A function that reads one topic only names the part as its type; one that takes the plan of
-any run names `Plan`.
+The plans in `dpllm.privacy.plan` and `dpllm.privacy.query_plan` inherit these fields. Each part checks its own fields.
+A function that needs one part has that part as its argument's type; a function that accepts any plan has `Plan`.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ FLAT, INDEPENDENT = Spec("flat"), Spec("independent")
 
 @dataclass(frozen=True, kw_only=True)
 class PlanPart:
-    """Some public constants of a private run that belong together.
+    """A group of a private run's public constants.
 
     Raises:
         ValueError: the values contradict each other.
@@ -44,13 +43,13 @@ class PlanPart:
     remedy = "Make the plan with make_plan"
 
     def __post_init__(self) -> None:
-        """Check all rules; the message names each one that is broken."""
+        """Check all rules; the error names each broken one."""
         broken = [rule for rule, holds in self.rules().items() if not holds]
         if broken:
             raise ValueError(f"a privacy plan needs {'; '.join(broken)}. {self.remedy}")
 
     def rules(self) -> dict[str, bool]:
-        """Return the rules for the fields, and whether each holds. A part adds its rules to those of its bases."""
+        """Return the rules for the fields, and whether each holds. A part adds its own rules to those of its bases."""
         return {}
 
 
@@ -63,11 +62,11 @@ class PlannedUnit(PlanPart):
     adjacency: str
     """Adjacency of the headline ε, "zero-out" or "replace-one"."""
     max_rows_per_unit: int | None = None
-    """k, the rows of one user that may be used; None at sequence level."""
+    """k, the largest number of rows used per user; None at sequence level."""
     unit_column: str | None = None
-    """The column of the user's id; None at sequence level."""
+    """The column with the user's id; None at sequence level."""
     rows_kept: str | None = None
-    """Which k rows are kept of a user with more rows: "first" or "random"; None at sequence level."""
+    """Which k rows of a user with more rows are kept: "first" or "random"; None at sequence level."""
     dataset: str | None = None
     """Public name of the data set."""
 
@@ -89,13 +88,13 @@ class PlannedDraw(PlannedUnit):
     num_units: int
     """N."""
     num_examples: int | None = None
-    """Number of rows to draw from, at most k of each user; None where units are drawn."""
+    """Number of rows to draw from, at most k per user; None if units are drawn."""
     sampling_rate: float
-    """q = b / N, or b over `num_examples` where rows are drawn."""
+    """q = b / N, or b / `num_examples` if rows are drawn."""
     expected_batch_size: int
     """b, the divisor of the noisy sum."""
     max_batch_size: int
-    """B_max. Where rows are drawn, their number: no draw is truncated."""
+    """B_max. If rows are drawn, it is `num_examples`, since no draw is truncated."""
 
     def rules(self) -> dict[str, bool]:
         """Return the rules for the fields, and whether each holds."""
@@ -108,7 +107,7 @@ class PlannedDraw(PlannedUnit):
             "sampling_rate = expected_batch_size / population": (
                 population >= 1 and self.sampling_rate == size / population
             ),
-            "num_examples and max_rows_per_unit where rows of users are drawn": self._examples_fit(),
+            "num_examples and max_rows_per_unit if rows of users are drawn": self._examples_fit(),
         }
 
     def _examples_fit(self) -> bool:
@@ -126,7 +125,7 @@ class PlannedDraw(PlannedUnit):
 
     @property
     def draw(self) -> Draw:
-        """The numbers of the draw of a step."""
+        """The parameters of a step's draw."""
         return Draw(
             num_units=self.num_units,
             population=self.population,
@@ -141,7 +140,7 @@ class PlannedNoise(PlanPart):
     """The clipping of a contribution, and the noise of a step."""
 
     clip_norm: float
-    """C, in units of the gradient."""
+    """C, in the gradient's units."""
     clipping: Spec = FLAT
     """How a contribution is bounded by C (`dpllm.mechanism.catalogue`)."""
     noise_multiplier: float
@@ -151,7 +150,7 @@ class PlannedNoise(PlanPart):
     randomness: str = "os"
     """The generator of the noise (`dpllm.mechanism.generators`)."""
     seeded: bool = False
-    """Whether sampling and noise come from a fixed seed; then nothing is private."""
+    """Whether sampling and noise come from a fixed seed; if so, nothing is private."""
 
     def rules(self) -> dict[str, bool]:
         """Return the rules for the fields, and whether each holds."""
@@ -165,12 +164,12 @@ class PlannedNoise(PlanPart):
 
 PLAN_FILE = "privacy_plan.json"
 PLAN_FORMAT = 1
-"""Format of the file of a plan: that of a training run and that of a query run."""
+"""Format of a plan file, for training runs and query runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(PlannedUnit):
-    """What every plan has, of a training run and of each method: a guarantee, and a file with a hash.
+    """The base of every plan, of training runs and query runs: a guarantee, and a file with a hash.
 
     Raises:
         ValueError: the numbers contradict each other.
@@ -204,19 +203,19 @@ class Plan(PlannedUnit):
 
         @property
         def seeded(self) -> bool:
-            """Whether a fixed seed takes the place of secret randomness."""
+            """Whether a fixed seed replaces secret randomness."""
 
         @property
         def selection(self) -> Spec | None:
-            """The distribution of the number of runs of which only the best is released; None: it is released alone."""
+            """Distribution of the number of runs, only the best of which is released; None: this run is released."""
 
         @property
         def after(self) -> PriorRelease | None:
-            """The released run on whose model this one builds; None: it builds on none."""
+            """The released run on whose model this one builds; None: there is none."""
 
         @property
         def method(self) -> str | None:
-            """The kind of private release (`dpllm.privacy.release_words`); None: a training."""
+            """The kind of private release (`dpllm.privacy.release_words`); None: a training run."""
 
         @property
         def num_steps_wanted(self) -> int | None:
@@ -242,18 +241,18 @@ class Plan(PlannedUnit):
         raise NotImplementedError
 
     def stops_independently(self, contents: LedgerContents) -> bool:
-        """Return whether ε is that of the charged steps, since the stop was declared independent of data and releases.
+        """Return whether ε covers only the charged steps, as the stop was declared independent of data and releases.
 
         Args:
-            contents: of the run's ledger.
+            contents: the contents of the run's ledger.
         """
         raise NotImplementedError
 
     def unplanned(self, contents: LedgerContents) -> str | None:
-        """Return what a ledger charges that the plan does not have, in words; None if there is nothing.
+        """Return in words what a ledger charges that is not planned; None if there is nothing.
 
         Args:
-            contents: of the run's ledger.
+            contents: the contents of the run's ledger.
         """
         raise NotImplementedError
 
@@ -261,7 +260,7 @@ class Plan(PlannedUnit):
         """Return the steps of this run whose ε is stated, without those of the run on which it builds.
 
         Args:
-            contents: of the run's ledger.
+            contents: the contents of the run's ledger.
         """
         raise NotImplementedError
 
@@ -299,7 +298,7 @@ class Plan(PlannedUnit):
         raise NotImplementedError
 
     def save(self, path: str | Path) -> None:
-        """Write the plan and its hash as JSON, durably: a ledger without its plan cannot be continued."""
+        """Write the plan and its hash durably as JSON; without the plan, the ledger cannot be continued."""
         text = json.dumps({**self.to_dict(), "hash": self.hash}, indent=2, ensure_ascii=False, allow_nan=False)
         write_file(path, text + "\n")
 
@@ -313,11 +312,11 @@ class Plan(PlannedUnit):
         raw = read_plan_file(path)
         names = {item.name for item in dataclasses.fields(cls)}
         if set(raw) != names | {"format", "hash"}:
-            raise ValueError(f"{path} is not the {cls.of_what}: give the file that the run wrote")
+            raise ValueError(f"{path} is not the {cls.of_what}. Pass the file that the run wrote")
         try:
             plan = cls(**cls.fields_of({name: raw[name] for name in names}))
         except (TypeError, KeyError, AttributeError, IndexError) as error:
-            raise ValueError(f"{path} holds a value of the wrong type ({error}): restore it from a copy") from error
+            raise ValueError(f"{path} holds a value of the wrong type ({error}). Restore it from a backup") from error
         if plan.hash != raw["hash"]:
             raise ValueError(f"{path} was edited: its numbers do not match its hash. Restore it, or make a new plan")
         return plan
@@ -336,7 +335,7 @@ def read_plan_file(path: str | Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error})") from error
     if not isinstance(raw, dict) or "format" not in raw or "hash" not in raw:
-        raise ValueError(f"{path} is not a privacy plan: give the file that the run wrote")
+        raise ValueError(f"{path} is not a privacy plan. Pass the file that the run wrote")
     if not has_format(raw["format"], PLAN_FORMAT):
         raise ValueError(f"{path} {other_format('privacy plan', raw['format'], PLAN_FORMAT)}")
     return raw

@@ -1,9 +1,9 @@
-"""The folder of a run for what is not for release: counts of single steps, and who writes the run.
+"""Write files of a run that must not be released: counts for single steps, and which process writes the run.
 
-Place in the flow: below the ledger. The ledger is published, so it holds no figure of private rows: how many units of
-a step had no finite gradient tells two neighbouring data sets apart. Such counts go into a file of this folder. So does
-a note of the process that writes the run, with its machine and its job, so that an error can name it: the lock of the
-ledger shows that a process writes, but not which one. No decision depends on this note.
+The ledger is published, so it holds no figures of private rows: the number of units in a step without a finite gradient
+distinguishes two neighbouring data sets. Such counts go into a file of this folder. So does a note about the process
+that writes the run, with its machine and its job, so that an error can name it: the ledger's lock shows that a process
+writes, but not which one. No decision depends on this note.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DATA_FILES_FILE = f"{PRIVATE_FOLDER}/data_files.json"
 
 
 def private_path(folder: str | Path, name: str) -> Path:
-    """Return the path of a file that is not for release; its folder is made, and only its owner can read it.
+    """Return the path of a file that must not be released; create its folder, which only its owner can read.
 
     Args:
         folder: folder of the run.
@@ -54,7 +54,7 @@ def append_diagnostic(folder: str | Path, step: int, what: str, count: int) -> N
         ValueError: the count is smaller.
     """
     if count < 1:
-        raise ValueError(f"a diagnostic counts at least 1, got {count}")
+        raise ValueError(f"the count of a diagnostic must be at least 1, got {count}")
     with private_path(folder, DIAGNOSTICS_FILE).open("a", encoding="utf-8") as file:
         file.write(json.dumps({"step": step, "what": what, "count": count}) + "\n")
 
@@ -111,7 +111,7 @@ def is_own_process(folder: str | Path) -> bool:
 
 
 def known_writer(folder: str | Path) -> str:
-    """Return the last process that wrote the folder, as words in brackets; an empty text if there is no note.
+    """Return the last process that wrote the folder, in parentheses; an empty text if there is no note.
 
     Args:
         folder: folder of the run.

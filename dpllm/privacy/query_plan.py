@@ -1,9 +1,8 @@
-"""The plan of a query run: a private release that is no training run, such as noisy counts, votes or tokens.
+"""Plan a query run: a private release such as noisy counts, votes or tokens, without a training run.
 
-Place in the flow: beside `dpllm.privacy.plan`. A query run charges kinds of private answers, each an event of the
-catalogue with the number of times that it may be charged. All of that is fixed before the first answer, and ε is that
-of all of it. A run that builds on a trained model of the same people names that run (`PriorRelease`); its ε is that of
-both together.
+A query run charges kinds of private answers. Each kind is an event of the catalogue and the largest number of times
+that it may be charged. All of it is fixed before the first answer, and ε covers all of it. A run that builds on a model
+trained on the same people names that training run (`PriorRelease`), and its ε covers both together.
 """
 
 from __future__ import annotations
@@ -30,27 +29,27 @@ Value = str | int | float | bool
 
 @dataclass(frozen=True, kw_only=True)
 class Charge:
-    """One kind of private answer of a query run, with the most that it is charged.
+    """One kind of private answer of a query run, with the largest number of times that it may be charged.
 
     Raises:
         ValueError: the name is empty, the count is out of range, or the event has no noise.
     """
 
     name: str
-    """In plain words, unique in the plan: "votes", "tokens of a text"."""
+    """A name in plain words that is unique in the plan: "votes", "tokens of a text"."""
     event: Event
     """Privacy cost of one answer."""
     count: int
-    """How often it is charged at most."""
+    """Largest number of times it may be charged."""
 
     def __post_init__(self) -> None:
         """Check the values."""
         if not isinstance(self.name, str) or not self.name or self.name != " ".join(self.name.split()):
-            raise ValueError(f"a charge has a name of one line, got {self.name!r}")
+            raise ValueError(f"the name of a charge must be one line of text, got {self.name!r}")
         if isinstance(self.count, bool) or not isinstance(self.count, int) or not 1 <= self.count <= MAX_STEPS:
-            raise ValueError(f"{self.name!r} is charged from 1 to {MAX_STEPS:,} times, got {self.count!r}")
+            raise ValueError(f"{self.name!r} must be charged between 1 and {MAX_STEPS:,} times, got {self.count!r}")
         if any(one.is_bare for one, _ in merge([(self.event, 1)])):
-            raise ValueError(f"{self.name!r} has no noise, so it would not be private. Plan it with noise")
+            raise ValueError(f"{self.name!r} has no noise, so it would not be private. Set a noise multiplier above 0")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values."""
@@ -66,7 +65,7 @@ class Charge:
 
 @dataclass(frozen=True, kw_only=True)
 class PriorRelease:
-    """A released training run of the same people, on whose model a query run builds; made by `prior_release`."""
+    """A released training run on the same people, on whose model a query run builds. `prior_release` makes it."""
 
     folder: str
     """Name of its folder, without the path."""
@@ -82,7 +81,7 @@ class PriorRelease:
     num_units: int
     dataset: str | None
     budget: tuple[str, str] | None = None
-    """Name of the budget file that it was charged to, and its entry there; None without one."""
+    """Name of the budget file to which it was charged, and its entry there; None: no budget."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values."""
@@ -103,7 +102,7 @@ class QueryPlan(Plan):
     """The constants of a query run. All of them are public.
 
     Raises:
-        ValueError: the numbers contradict each other, or the prior release is of other people.
+        ValueError: the numbers contradict each other, or the prior release is about different people.
 
     >>> from dpllm.mechanism.query import Query
     >>> votes = Charge(name="votes", event=Query(noise_multiplier=10.0), count=20)
@@ -118,15 +117,15 @@ class QueryPlan(Plan):
     remedy = "Change these values in the recipe, or where the plan is made"
 
     method: str
-    """Of `dpllm.privacy.release_words.release_words`."""
+    """A key of `dpllm.privacy.release_words.release_words`."""
     charges: tuple[Charge, ...]
-    """All that the run may charge."""
+    """Everything that the run may charge."""
     settings: tuple[tuple[str, Value], ...] = ()
-    """Public settings on which sensitivity and events rest, by name, for the report."""
+    """Public settings that determine sensitivity and events, by name, for the report."""
     randomness: str = "os"
     """The generator of the noise: "os", or "discrete" for exact whole numbers."""
     after: PriorRelease | None = None
-    """The released run on whose model this one builds; ε is then that of both together."""
+    """The released run on whose model this one builds; ε then covers both together."""
 
     def rules(self) -> dict[str, bool]:
         """Return the rules for the fields, and whether each holds."""
@@ -136,7 +135,7 @@ class QueryPlan(Plan):
         return {
             **super().rules(),
             f"method in {tuple(known)}": self.method in known,
-            "one charge or more, or a release before it": bool(names) or self.after is not None,
+            "at least one charge, or a prior release": bool(names) or self.after is not None,
             "charges with different names": len(set(names)) == len(names),
             "settings with different names": len(set(keys)) == len(keys),
             f"randomness in {tuple(name for name in RANDOMNESS if name != 'chacha20')}": (
@@ -148,7 +147,7 @@ class QueryPlan(Plan):
 
     @property
     def own_history(self) -> list[tuple[Event, int]]:
-        """All that this run may charge."""
+        """Everything that this run may charge."""
         return [(charge.event, charge.count) for charge in self.charges]
 
     @property
@@ -186,25 +185,25 @@ class QueryPlan(Plan):
             if charge.name == name:
                 return charge
         known = ", ".join(repr(charge.name) for charge in self.charges)
-        raise ValueError(f"the plan of this run has no charge {name!r}; it has {known}. Charge what was planned")
+        raise ValueError(f"the plan of this run has no charge {name!r}, only {known}. Charge what was planned")
 
     @property
     def num_steps_wanted(self) -> None:
-        """None: all that was asked for is planned."""
+        """None: everything requested is planned."""
         return None
 
     def stops_independently(self, contents: LedgerContents) -> bool:
-        """Return whether the stop was declared independent, and no line may have been any charge, torn by a crash."""
+        """Return whether the stop was declared independent and no line that a crash cut off may have been a charge."""
         return contents.answers_end_independently
 
     def unplanned(self, contents: LedgerContents) -> str | None:
-        """Return an answer of a ledger that the plan does not have, or not as often."""
+        """Return in words an answer in a ledger that is not planned, or not as often."""
         planned = {(charge.name, charge.event): charge.count for charge in self.charges}
         for (name, event), count in contents.notes.answers.items():
             if (name, event) not in planned:
-                return f"{name!r} is charged with an event that the plan does not have"
+                return f"{name!r} is charged with an event that is not in the plan"
             if count > planned[name, event]:
-                return f"{name!r} is charged {count:,} times, and the plan has {planned[name, event]:,}"
+                return f"{name!r} is charged {count:,} times, but the plan allows {planned[name, event]:,}"
         counted = sum(contents.notes.answers.values()) + contents.torn_steps
         return (
             f"{contents.num_steps - counted} lines are steps of a training run"
@@ -215,9 +214,9 @@ class QueryPlan(Plan):
     def stated_steps(self, contents: LedgerContents) -> tuple[tuple[Event, int], ...]:
         """Return the answers whose ε is stated (`dpllm.privacy.stated.stated_history`).
 
-        They are all planned answers; the charged ones if nothing was charged, or if people declared that the stop
-        depends neither on the data nor on the answers. A line that a crash left incomplete may have been any charge,
-        so all planned answers are stated then, whatever was declared.
+        They are all planned answers, with two exceptions: none if nothing was charged, and the charged ones if people
+        declared that the stop depends neither on the data nor on the answers. A line that a crash left incomplete may
+        have been any charge, so all planned answers are then stated despite such a declaration.
         """
         if contents.num_steps == 0:
             return ()
@@ -256,11 +255,11 @@ def load_plan(path: str | Path) -> PrivacyPlan | QueryPlan:
 
 
 def training_plan(folder: str | Path, purpose: str) -> PrivacyPlan:
-    """Return the plan of a training run, where only such a run will do.
+    """Return the plan of a training run; refuse a query run.
 
     Args:
-        folder: of the run.
-        purpose: subject of the message.
+        folder: the run's folder.
+        purpose: subject of the error message.
 
     Raises:
         ValueError: the folder holds a query run, or no plan.
@@ -268,8 +267,8 @@ def training_plan(folder: str | Path, purpose: str) -> PrivacyPlan:
     plan = load_plan(Path(folder) / PLAN_FILE)
     if isinstance(plan, QueryPlan):
         raise ValueError(
-            f"{purpose} needs the folder of a training run, and {folder} holds {release_words()[plan.method].result}, "
-            "which have no steps. Give the folder of the training run"
+            f"{purpose} needs the folder of a training run, but {folder} holds {release_words()[plan.method].result}, "
+            "which have no steps. Pass the training run's folder"
         )
     return plan
 
@@ -279,6 +278,6 @@ def _same_people(plan: QueryPlan, after: PriorRelease | None) -> dict[str, bool]
     if after is None:
         return {}
     return {
-        f"the {name} of the run before it, {getattr(after, name)!r}": getattr(plan, name) == getattr(after, name)
+        f"the {name} of the prior run, {getattr(after, name)!r}": getattr(plan, name) == getattr(after, name)
         for name in ("unit", "unit_column", "num_units", "dataset")
     }

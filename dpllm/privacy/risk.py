@@ -1,12 +1,12 @@
-"""The meaning of (ε, δ) for an attacker.
+"""Compute what (ε, δ) means for an attacker.
 
-Place in the flow: from the ledger's history to the report. The attacker of differential privacy has all information
-except whether one unit took part: all other units, every setting, every released checkpoint. Four figures bound the
-success of that attacker; a real attacker has less information. All four are computed from the privacy loss distribution
-of the whole run, which contains far more than one (ε, δ) pair, and all are upper bounds.
+Differential privacy assumes an attacker who knows everything except whether one unit took part: all other units, every
+setting, every released checkpoint. Four figures bound the success of that attacker; a real attacker knows less. All
+four are computed from the privacy loss distribution of the whole run, which contains far more information than one
+(ε, δ) pair, and all are upper bounds.
 
-Let D(e) be the δ that belongs to e (over both directions of the adjacency). A test accuses a share `fpr` of the units
-that did not take part and a share `tpr` of those that did:
+Let D(e) be the δ at e (over both directions of the adjacency). A test accuses a share `fpr` of the units that did not
+take part and a share `tpr` of those that did:
 
 * ``tpr <= exp(e) fpr + D(e)`` and ``1 - fpr <= exp(e) (1 - tpr) + D(e)`` for every e >= 0 (Kairouz, Oh, Viswanath,
   arXiv:1311.0776, theorem 2.1);
@@ -53,7 +53,7 @@ class AttackRisk:
     """Bounds on the information that an attacker gains about one unit."""
 
     adjacency: str
-    """The two worlds that the attacker must distinguish."""
+    """Adjacency of the two data sets that the attacker must distinguish."""
     advantage: float
     """Largest tpr - fpr of any attack; 0 is blind guessing, 1 is certainty."""
     bayes_success: dict[float, float]
@@ -96,7 +96,7 @@ def attack_risk(
     """
     _check_probabilities(*false_positive_rates, *priors, *reconstruction_priors)
     if 0 in reconstruction_priors:
-        raise ValueError("a reconstruction prior of 0 means that nothing could be guessed: give the chance of a guess")
+        raise ValueError("a reconstruction prior must be above 0: pass the probability of guessing without the release")
     asked = (tuple(false_positive_rates), tuple(priors), tuple(reconstruction_priors))
     advantage, *bounds = _bounds(merge(history), adjacency, discretization, *asked)
     rates, success, reconstruction = (
@@ -153,7 +153,7 @@ def _bounds(
     priors: tuple[float, ...],
     reconstruction_priors: tuple[float, ...],
 ) -> tuple[float, tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
-    """Return the advantage and the bounds of `attack_risk`; a report and its verification compute them once."""
+    """Return the advantage and the bounds of `attack_risk`, cached for a report and its verification."""
     delta_at = _delta_function(history, adjacency, discretization)
     rates = tuple(_true_positive_rate(fpr, delta_at) for fpr in false_positive_rates)
     success = tuple(_bayes_success(prior, delta_at) for prior in priors)
@@ -168,7 +168,7 @@ def _check_probabilities(*values: float) -> None:
 
 
 def _delta_function(history: History, adjacency: str, discretization: float) -> Callable[[float], float]:
-    """Return D as a function that computes each value once."""
+    """Return D as a cached function."""
     return cache(delta_function(history, adjacency, discretization, tilted=False))
 
 
@@ -179,7 +179,7 @@ def _true_positive_rate(fpr: float, delta_at: Callable[[float], float]) -> float
 
 
 def _minimum(bound: Callable[[float], float]) -> float:
-    """Return a value near the minimum of a function; every value of it is a valid bound.
+    """Return a value near a function's minimum; every value of the function is a valid bound.
 
     D is convex in exp(e), so both bounds have one minimum; if the search misses it, the bound is only looser.
     """

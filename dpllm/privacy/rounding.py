@@ -1,7 +1,7 @@
-"""Numbers of a guarantee for people: rounded to the side on which the printed number still holds.
+"""Format the numbers of a guarantee for people, rounded in the direction in which the printed number still holds.
 
-Place in the flow: below everything that prints ε, δ, σ or the remainder of a budget. No other module formats an ε or
-a δ. A guarantee holds for each larger ε and each larger δ, too: both are rounded up, so that the printed pair holds.
+No other module formats an ε or a δ. A guarantee also holds for every larger ε and every larger δ, so both are rounded
+up and the printed pair holds.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Callable
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 
 _SAME = 1e-9
-"""Share of the last printed digit: a number that exceeds a printable one by less is that one, but for rounding."""
+"""Share of the last printed digit: a number that exceeds a printable one by less is treated as that number."""
 
 
 def up(value: float, digits: int = 4) -> str:
-    """Return a number with `digits` decimals, rounded up, as for ε spent and for σ; infinity in words.
+    """Return a number with `digits` decimals, rounded up, for ε spent and for σ; infinity in words.
 
     >>> up(7.99991), up(8.0), up(1.2341, 3), up(math.inf)
     ('8.0000', '8.0000', '1.235', 'infinite')
@@ -24,7 +24,7 @@ def up(value: float, digits: int = 4) -> str:
 
 
 def down(value: float, digits: int = 4) -> str:
-    """Return a number with `digits` decimals, rounded down, as for ε that may be spent and for a lower bound on ε.
+    """Return a number with `digits` decimals, rounded down, for ε that may be spent and for a lower bound on ε.
 
     >>> down(7.99999), down(8.0), down(math.inf)
     ('7.9999', '8.0000', 'infinite')
@@ -33,7 +33,7 @@ def down(value: float, digits: int = 4) -> str:
 
 
 def up_significant(value: float, digits: int = 4) -> str:
-    """Return a number above 0 with at least `digits` significant digits, rounded up; 0 and infinity as `up` does.
+    """Return a number above 0 with at least `digits` significant digits, rounded up; 0 and infinity as in `up`.
 
     >>> up_significant(12.3412), up_significant(0.0012341), up_significant(123456.0)
     ('12.35', '0.001235', '123456')
@@ -44,7 +44,7 @@ def up_significant(value: float, digits: int = 4) -> str:
 
 
 def format_epsilon(value: float) -> str:
-    """Return ε for people, rounded up so that the printed number holds; without noise, the text says so.
+    """Return ε for people, rounded up so that the printed number holds; an infinite ε is printed in words.
 
     >>> format_epsilon(7.99991), format_epsilon(math.inf)
     ('8.0000', 'infinite: no privacy')
@@ -78,7 +78,7 @@ def _two_figures_down(value: float) -> float:
 def format_percent(share: float) -> str:
     """Return a probability in percent for people, rounded up: two significant figures, or more above 99%.
 
-    Above 99%, the distance from 100% has a figure, so that a bound below 1 is not printed as 100%.
+    Above 99%, the distance from 100% keeps one digit, so that a bound below 1 is not printed as 100%.
 
     >>> format_percent(0.50571), format_percent(0.0109), format_percent(0.99012), format_percent(0.99994)
     ('51%', '1.1%', '99.1%', '99.994%')
@@ -98,7 +98,7 @@ def format_percent(share: float) -> str:
 def format_delta(value: float) -> str:
     """Return δ for people with three significant digits, rounded up, so that a printed pair of ε and δ holds.
 
-    A number that has at most three significant digits is printed as it is.
+    A number with at most three significant digits is printed unchanged.
 
     >>> format_delta(3.912914e-7), format_delta(3e-7), format_delta(0.0001004016)
     ('3.92e-07', '3e-07', '0.000101')
@@ -107,9 +107,9 @@ def format_delta(value: float) -> str:
 
 
 def format_delta_limit(value: float) -> str:
-    """Return a δ below which another one must stay, or at which ε is at least a printed number: rounded down.
+    """Return an upper limit for δ, or the δ of a lower bound on ε, rounded down.
 
-    A lower bound on ε that was found at one δ holds at every smaller δ.
+    A lower bound on ε at one δ holds at every smaller δ.
 
     >>> format_delta_limit(3.912914e-7), format_delta_limit(1 / 1302), format_delta_limit(0.001)
     ('3.91e-07', '0.000768', '0.001')
@@ -120,7 +120,7 @@ def format_delta_limit(value: float) -> str:
 def epsilon_to_log(value: float) -> float:
     """Return ε as a number for a training log, rounded up to four significant digits.
 
-    Loggers print floats with ``.4g``, rounded to nearest; of this number they print every digit.
+    Loggers print floats with ``.4g``, rounded to nearest, which prints every digit of this number.
 
     >>> f"{2.94121:.4g}", f"{epsilon_to_log(2.94121):.4g}", epsilon_to_log(math.inf)
     ('2.941', '2.942', inf)

@@ -1,11 +1,10 @@
-"""The folder of a run: what belongs to its ledger, and whether another run may use it.
+"""Check what in a run's folder belongs to its ledger, and whether a new run may use the folder.
 
-Place in the flow: above ledger, checkpoints and budget, which do not depend on each other. A checkpoint's manifest and
-a budget entry carry the head of their run's ledger (`dpllm.privacy.ledger_reader.LedgerHead`). If the ledger of the
-folder does not contain the head, the checkpoint belongs to another run, the ledger was cut or restored from an older
-copy, or a copy of the folder was resumed separately. In each case the ledger charges fewer steps than the weights have
-taken, so the run cannot be resumed from there. The hashes of a saved model's files are in the ledger, so other weights
-beside it are found.
+A checkpoint's manifest and a budget entry hold the head of their run's ledger
+(`dpllm.privacy.ledger_reader.LedgerHead`). If the folder's ledger does not contain the head, the checkpoint belongs to
+a different run, the ledger was cut or restored from an older copy, or a copy of the folder was resumed separately. In
+each case the ledger charges fewer steps than the weights have taken, so the run cannot be resumed from there. The
+ledger holds the hashes of a saved model's files, so different weights next to it are detected.
 
 A refused model, a full disk or an option that only an engine can check may end a run between the opening of its ledger
 and the first charge. No step has then released anything private, so a new run may replace such a ledger, and its
@@ -42,10 +41,10 @@ from dpllm.privacy.private_folder import known_writer
 STATE_FILE = "trainer_state.json"
 """The file in which the Trainer records the number of steps that its weights have taken."""
 LOST_STEPS = "charged steps that were lost before a resume and are not in the weights"
-"""The name of the ledger's fact about them; of several values the last one counts, which includes the others."""
+"""Name of the ledger's fact about them. The last of several values counts, since it includes the others."""
 ADOPTED = (
-    "The ledger's file was copied, or restored from a copy, and adopted by hand. Steps that another copy took are "
-    "charged there and not here: make sure that no other copy was resumed, or add up the ε of all."
+    "The ledger's file was copied or restored from a copy, and then adopted by hand. Steps that a different copy took "
+    "are charged there and not here. Make sure that no other copy was resumed, or add up the ε of all copies."
 )
 _READABLE = (
     *(".md", ".txt", ".json", ".jsonl", ".yaml", ".yml", ".html", ".png", ".svg", ".jpg", ".jpeg", ".pdf", ".csv"),
@@ -53,7 +52,7 @@ _READABLE = (
 )  # files that people read; any other file may hold weights under any name
 _CONFIGURATIONS = ("config.json", "generation_config.json", "adapter_config.json", "model.safetensors.index.json")
 _UNPUBLISHED = ("training_args.bin",)
-"""Files beside a model that are never uploaded (`dpllm.report.publishing`). A downloaded model lacks them."""
+"""Files of a model that are never uploaded (`dpllm.report.publishing`), so a downloaded model lacks them."""
 _NO_WEIGHTS = ("LICENSE", "NOTICE", "COPYING")
 _LOG_OF_A_TRACKER = "events.out.tfevents."
 
@@ -86,8 +85,7 @@ def head_of(checkpoint: str | Path) -> LedgerHead:
     noted = checkpoints.ledger_of(checkpoint)
     if noted is None:
         raise LedgerError(
-            f"{checkpoint} names no ledger, so its steps cannot be found in one. Resume from a checkpoint of a private "
-            "run"
+            f"{checkpoint} names no ledger, so its steps cannot be checked. Resume from a checkpoint of a private run"
         )
     return LedgerHead.of(noted)
 
@@ -104,11 +102,11 @@ def steps_of_weights(folder: str | Path) -> int | None:
     try:
         return int(json.loads(path.read_text(encoding="utf-8"))["global_step"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise LedgerError(f"{path} cannot be read ({error}): restore it, or use another checkpoint") from error
+        raise LedgerError(f"{path} cannot be read ({error}). Restore it, or use a different checkpoint") from error
 
 
 def lost_steps(contents: LedgerContents) -> int:
-    """Return the charged steps that the run's weights do not hold: a crash lost them, before the last resume."""
+    """Return the charged steps that a crash lost before the last resume, so that the weights do not contain them."""
     return int(str(contents.notes.facts.get(LOST_STEPS, [0])[-1]).split(" ")[0])
 
 
@@ -123,10 +121,10 @@ def lost_fact(lost: int, contents: LedgerContents) -> str:
 
 
 def check_checkpoint(ledger: str | Path, checkpoint: str | Path) -> None:
-    """Make sure that a checkpoint belongs to this ledger's run and holds only steps that the ledger charges.
+    """Check that a checkpoint belongs to this ledger's run and contains only steps that the ledger charges.
 
     Raises:
-        LedgerError: it belongs to another run or to a fork, or the ledger was cut or restored from an older copy.
+        LedgerError: it belongs to a different run or to a fork, or the ledger was cut or restored from an older copy.
     """
     head = head_of(checkpoint)
     require_prefix(ledger, head, f"The checkpoint {checkpoint}")
@@ -134,7 +132,7 @@ def check_checkpoint(ledger: str | Path, checkpoint: str | Path) -> None:
     if taken is not None and taken > head.num_steps:
         raise LedgerError(
             f"The weights of {checkpoint} have taken {taken} steps, but its ledger charged {head.num_steps}: the "
-            "checkpoint was edited. Resume from another checkpoint"
+            "checkpoint was edited. Resume from a different checkpoint"
         )
 
 
@@ -157,12 +155,12 @@ def adopt(folder: str | Path) -> int:
     folder = Path(folder)
     if (folder / checkpoints.MANIFEST_FILE).is_file():
         raise LedgerError(
-            f"{folder} is a checkpoint: it is resumed with the ledger of its run's folder, and its own copy of the "
-            f"ledger never changes. Adopt the folder in which the run continues: `dpllm verify {folder.parent} --adopt`"
+            f"{folder} is a checkpoint, whose copy of the ledger never changes: it is resumed with the ledger in its "
+            f"run's folder. Adopt that folder: `dpllm verify {folder.parent} --adopt`"
         )
     path = folder / LEDGER_FILE
     if is_being_written(path):
-        raise LedgerError(f"{path} is being written by a run now{known_writer(folder)}: wait for its end")
+        raise LedgerError(f"a run is writing {path}{known_writer(folder)}: wait for its end")
     with Ledger.annotate(path) as ledger:
         ledger.append_adopted()
         ledger.append_open_point(ADOPTED)
@@ -170,7 +168,7 @@ def adopt(folder: str | Path) -> int:
 
 
 def is_finished(folder: str | Path) -> bool:
-    """Return whether the run of a folder has ended as planned and saved its model, so that nothing remains to be done.
+    """Return whether a folder's run has ended as planned and saved its model, so that nothing is left to do.
 
     Raises:
         LedgerError: the ledger is damaged.
@@ -231,14 +229,14 @@ def note_public_start(ledger: Ledger) -> None:
 def public_start_differences(contents: LedgerContents, folder: str | Path) -> list[str] | None:
     """Compare the files of the public training with those at the start of the run.
 
-    An adapter is trained on these weights: with other weights it is a different model.
+    An adapter is trained on these weights: with different weights it is a different model.
 
     Args:
         contents: contents of the ledger.
         folder: folder of the run.
 
     Returns:
-        The files that differ and those that may hold other weights, each with the difference; None if the ledger
+        The files that differ and those that may hold additional weights, each with the difference; None if the ledger
         names no such files, or the whole folder is missing.
     """
     start, named = Path(folder) / PRETRAINED_FOLDER, contents.notes.public_start
@@ -250,7 +248,7 @@ def public_start_differences(contents: LedgerContents, folder: str | Path) -> li
 
 
 def require_public_start(ledger: str | Path) -> None:
-    """Make sure, before a run is resumed, that the weights of the public training are those at its start.
+    """Check, before a run is resumed, that the weights of the public training are those from its start.
 
     Raises:
         LedgerError: they are not.
@@ -259,8 +257,8 @@ def require_public_start(ledger: str | Path) -> None:
     wrong = public_start_differences(read_ledger(ledger), ledger.parent)
     if wrong:
         raise LedgerError(
-            f"The run in {ledger.parent} began with other public weights: {'; '.join(wrong)}. Restore "
-            f"{PRETRAINED_FOLDER}/ of the first start from a copy, or start a new run in another folder"
+            f"The run in {ledger.parent} started with different public weights: {'; '.join(wrong)}. Restore "
+            f"{PRETRAINED_FOLDER}/ of the first start from a backup, or start a new run in a different folder"
         )
 
 
@@ -270,17 +268,17 @@ def _own_files(folder: Path) -> list[str]:
 
 
 def refuse_other_run(folder: str | Path, ledger: Any) -> None:
-    """Make sure, before a model is saved, that the folder does not hold the ledger of another run.
+    """Check, before a model is saved, that the folder does not hold a different run's ledger.
 
-    The plan and a copy of the ledger are written beside a model. A copy of another ledger may be replaced: the original
-    is in the folder of its run.
+    The plan and a copy of the ledger are written next to a model. A copy of a different ledger may be replaced, since
+    the original is in its run's folder.
 
     Args:
         folder: the folder for the model.
         ledger: ledger of the run (`Ledger` or `SharedLedger`); None: it has none.
 
     Raises:
-        LedgerError: it holds the ledger of another run.
+        LedgerError: it holds the ledger of a different run.
     """
     path = Path(folder) / LEDGER_FILE
     if ledger is None or not path.is_file():
@@ -293,16 +291,15 @@ def refuse_other_run(folder: str | Path, ledger: Any) -> None:
     except LedgerError:  # a copy
         return
     raise LedgerError(
-        f"{folder} is the folder of another private run ({there.num_steps} steps): saving this model there would "
-        "replace that run's model and its ledger, which is the only record of its steps. Save the model in another "
-        "folder"
+        f"{folder} is the folder of a different private run ({there.num_steps} steps). Saving this model there would "
+        "replace that run's model and its ledger, the only record of its steps. Save the model in a different folder"
     )
 
 
 def note_own_release(ledger: Any, folder: str | Path, before: Mapping[str, tuple[int, int, int]]) -> None:
-    """Append to a ledger the weights that a custom loop saved, and the configurations beside them.
+    """Append to a ledger the weights that a custom loop saved, and the configurations next to them.
 
-    Unlike `note_release`, it leaves out other files, such as a log, which may be written again later.
+    Unlike `note_release`, it omits other files, such as a log, which may be written again later.
     """
     written = [name for name, state in snapshot(folder).items() if before.get(name) != state]
     weights = [name for name in written if _may_hold_weights(name)]
@@ -316,10 +313,10 @@ def note_own_release(ledger: Any, folder: str | Path, before: Mapping[str, tuple
 def released_files(contents: LedgerContents, folder: str | Path) -> dict[str, dict[str, Any]] | None:
     """Return the files that a ledger names for the model in a folder, by size and hash; None if it names none.
 
-    A model that was saved several times has several lines, and the files that were uploaded have one. Of the lines that
-    match the folder, the one with most files counts, and of several the last; if none matches, the last line for a
-    folder of this name, or with a file that is here. A file that is never published may be missing from the
-    folder, and is then left out.
+    A model that was saved several times has several lines, and the uploaded files have one. Of the lines that match the
+    folder, the one with the most files counts, and the last of several. If none matches, the last line for a folder of
+    this name or with a file that is here counts. A file that is never published may be missing from the folder, and is
+    then omitted.
     """
     lines = [(release["folder"], _without_unpublished(folder, release["files"])) for release in contents.notes.released]
     matching = [files for _, files in lines if not checkpoints.differing(folder, files)]
@@ -344,8 +341,8 @@ def _without_unpublished(folder: str | Path, files: Mapping[str, Any]) -> dict[s
 def unnamed_weights(folder: str | Path, named: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """Return the files that are not named: those that may hold weights, and the others.
 
-    Any file that people do not normally read may hold weights. Hidden files, such as the notes that a download or a
-    desktop leaves, hold none: nothing loads them.
+    Any file that people do not normally read may hold weights. Hidden files, such as those that a download or a desktop
+    creates, hold none, since nothing loads them.
     """
     folder = Path(folder)
     others = [name for name in _files(folder, every=True) if name not in named and not _is_hidden(name)]
@@ -439,23 +436,23 @@ def make_way(path: str | Path, budget_file: str | None) -> dict[str, int]:
             entry = _own_entry(budget_file, path, contents)
             if entry is not None:
                 settle(budget_file, entry.id, 0)
-        path.with_name(REPORT_FILE).unlink(missing_ok=True)  # it would be taken for the new run's
+        path.with_name(REPORT_FILE).unlink(missing_ok=True)  # it would be mistaken for the new run's
         path.unlink()
     return dict(contents.disclosures)
 
 
 @contextlib.contextmanager
 def charging(ledger: Ledger, budget_file: str | Path, entry: str) -> Iterator[None]:
-    """Charge a budget within this block, for a ledger that was just made and names the entry.
+    """Charge a budget within this block, for a new ledger that names the entry.
 
-    The ledger comes first: if the run is killed before it charges or right after, the ledger says whose the entry is,
-    and that no step was taken; `make_way` and `dpllm budget settle` then give the entry back. If the block fails, an
-    entry that it made is given back, and the ledger is removed.
+    The ledger is written first: if the run is killed before it charges or right after, the ledger shows whose entry it
+    is and that no step was taken, and `make_way` or `dpllm budget settle` returns the reservation. If the block fails,
+    the reservation is returned and the ledger is removed.
     """
     try:
         yield
     except BaseException:
-        with contextlib.suppress(OSError, ValueError):  # must not hide the first error
+        with contextlib.suppress(OSError, ValueError):  # must not mask the first error
             if any(one.id == entry for one in read_budget(budget_file).entries):
                 settle(budget_file, entry, 0)
             ledger.path.unlink(missing_ok=True)  # while its lock is held: nobody else writes it
@@ -489,14 +486,14 @@ def settle_crashed(path: str | Path, folder: str | Path, independent: bool = Fal
     contents = read_ledger(ledger)
     if is_being_written(ledger):
         raise BudgetError(
-            f"{ledger} is being written: the run is still going on{known_writer(folder)}, and needs its reservation. "
+            f"{ledger} is being written: the run is still in progress{known_writer(folder)} and needs its reservation. "
             "Wait for its end"
         )
     named = contents.runs[0].get("budget")
     if not named or named["file"] != Path(path).name:
         raise BudgetError(
-            f"{ledger} is charged to {named['file'] if named else 'no budget file'}, not to {path}. Give the file that "
-            "the run was charged to"
+            f"{ledger} is charged to {named['file'] if named else 'no budget file'}, not to {path}. Pass the file to "
+            "which the run was charged"
         )
     entry = _own_entry(path, ledger, contents)
     if entry is None:
@@ -519,11 +516,11 @@ def _own_entry(budget_file: str | Path, ledger: Path, contents: LedgerContents) 
     """Return the entry of a budget that a run's ledger names; None if the run was killed before it charged.
 
     Raises:
-        BudgetError: the budget cannot be read, lacks the entry of a run with steps, or has it for another ledger.
+        BudgetError: the budget cannot be read, lacks the entry of a run with steps, or has it for a different ledger.
     """
     budget, named = read_budget(budget_file), contents.runs[0]["budget"]["entry"]
     if contents.num_steps == 0 and not contents.torn_lines and named not in {one.id for one in budget.entries}:
-        return None  # and so before any step
+        return None  # and therefore before any step
     entry = entry_of(budget, named)
     require_own_ledger(budget_file, entry, ledger)
     return entry
@@ -544,7 +541,7 @@ def _locked(path: Path) -> Iterator[bool]:
 
 
 def _unused(path: Path) -> LedgerContents | None:
-    """Return the contents of a ledger that charges nothing, None for any other."""
+    """Return the contents of a ledger that charges nothing; None for any other."""
     try:
         if is_being_written(path):
             return None

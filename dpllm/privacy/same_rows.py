@@ -1,10 +1,10 @@
-"""Check that a resumed run reads the rows with which it was started, and a later count the records of the training.
+"""Check that a resumed run reads the same rows as at its start, and that a later count reads the training's records.
 
-Place in the flow: between the rows and the ledger, at each start; and before the labels of a run's records are counted.
-ε covers the people in one data set. A run that is resumed on other rows has trained on two data sets, but its ledger
-would cover only one. When a run starts, a digest of the rows' contents is written to the ledger; when it resumes, the
-digest is compared. The digest is an HMAC-SHA256 under a random key, which is kept in a file of the run's folder and is
-not for release: without the key, nobody can use the ledger to test whether a guessed text is in the data.
+ε covers the people in one data set. A run that is resumed on different rows would have trained on two data sets, but
+its ledger would cover only one. When a run starts, a digest of the rows' contents is written to the ledger; when it
+resumes, the digest is compared. The digest is an HMAC-SHA256 with a random key, which is stored in the run's folder in
+a file that must not be released: without the key, nobody can use the ledger to test whether a guessed text is in the
+data.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from dpllm.privacy.ledger import LedgerError, read_ledger
 from dpllm.privacy.private_folder import PRIVATE_FOLDER, private_path
 
 KEY_FILE = f"{PRIVATE_FOLDER}/data_key.txt"
-"""Relative to the run's folder; readable by its owner only."""
+"""Relative to the run's folder; only its owner can read it."""
 DIGEST = "digest of the training rows, under a key that is not released"
 """Name of the fact in ledger and report."""
 RECORDS_DIGEST = "digest of the training records, under a key that is not released"
-"""Name of the fact about the records of which the rows were made."""
+"""Name of the fact about the records from which the rows were made."""
 _KEY_BYTES = 32
 
 
@@ -39,14 +39,14 @@ def compare_rows(ledger: str | Path, contents: str) -> str | None:
     """Compare the rows with those of the run's last start, before its ledger is opened; on rank 0.
 
     Args:
-        ledger: ledger of the run that is to be resumed.
+        ledger: ledger of the run that will be resumed.
         contents: hash of the rows (`dpllm.training.checks.agreement.contents`).
 
     Returns:
         An open point if they cannot be compared; None if they are the same.
 
     Raises:
-        LedgerError: they are other rows, or the ledger is damaged.
+        LedgerError: the rows differ, or the ledger is damaged.
     """
     ledger = Path(ledger)
     noted = read_ledger(ledger).notes.facts.get(DIGEST)
@@ -58,9 +58,9 @@ def compare_rows(ledger: str | Path, contents: str) -> str | None:
     if not hmac.compare_digest(str(noted[-1]), _digest(key, contents)):
         raise LedgerError(
             f"The rows differ from those at the start of the run in {ledger.parent}: their digest "
-            f"is {_digest(key, contents)[:12]}, and the ledger has {str(noted[-1])[:12]}. The ε of a run covers one "
+            f"is {_digest(key, contents)[:12]}, but the ledger has {str(noted[-1])[:12]}. A run's ε covers only one "
             "data set. Resume with the data, the tokenizer and the data section of the first start, or start a new run "
-            "in another folder, which is accounted for separately"
+            "in a different folder, which is accounted for separately"
         )
     return None
 
@@ -106,7 +106,7 @@ def compare_records(ledger: str | Path, contents: str | None) -> str | None:
         An open point if they cannot be compared; None if they are the same.
 
     Raises:
-        LedgerError: they are other records, or the ledger is damaged.
+        LedgerError: the records differ, or the ledger is damaged.
     """
     ledger = Path(ledger)
     facts, key = read_ledger(ledger).notes.facts, _read_key(ledger.parent / KEY_FILE)
@@ -116,13 +116,13 @@ def compare_records(ledger: str | Path, contents: str | None) -> str | None:
             return None
         raise LedgerError(
             f"the records differ from those of the training in {ledger.parent}: their digest is "
-            f"{_digest(key, contents)[:12]}, and the ledger has {str(noted[0])[:12]}. The ε of both together is about "
-            "the same people: restore the records of the training. Nothing was charged"
+            f"{_digest(key, contents)[:12]}, but the ledger has {str(noted[0])[:12]}. Their joint ε covers only the "
+            "same people. Restore the training's records; nothing was charged"
         )
     why = "its ledger holds no digest of them" if not noted else f"{KEY_FILE} is missing, damaged or of a later start"
     return (
         f"Private records were read again, and could not be compared with those of the training: {why}. Make sure that "
-        "they are the same records; ε is about one data set."
+        "they are the same records; ε covers only one data set."
     )
 
 
@@ -149,5 +149,5 @@ def _digest(key: bytes, contents: str) -> str:
 def _point(why: str) -> str:
     return (
         f"The run was resumed, and its rows could not be compared with those of its first start: {why}. Make sure that "
-        "they are the same data set; ε is about one."
+        "they are the same data set; ε covers only one."
     )

@@ -1,7 +1,7 @@
-"""The steps whose ε is stated: the charged steps, or all planned steps.
+"""Determine the steps whose ε is stated: the charged steps, or all planned steps.
 
-Place in the flow: between the ledger and all code that prints an ε. `dpllm.privacy.plan` and `dpllm.privacy.query_plan`
-say which steps of their kind of run these are.
+All code that prints an ε uses this. `dpllm.privacy.plan` and `dpllm.privacy.query_plan` define these steps for their
+kind of run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def stated_guarantee(plan: Plan, contents: LedgerContents) -> Guarantee:
-    """Return the guarantee of the releases of a run so far: that of its stated steps (`stated_history`).
+    """Return the guarantee of what a run has released so far: that of its stated steps (`stated_history`).
 
     Args:
         plan: the plan of the run.
@@ -31,16 +31,16 @@ def stated_guarantee(plan: Plan, contents: LedgerContents) -> Guarantee:
 
 
 def stated_history(plan: Plan, contents: LedgerContents) -> tuple[tuple[Event, int], ...]:
-    """Return the steps whose ε covers the releases of a run so far: the charged steps, or all planned steps.
+    """Return the steps whose ε covers what a run has released so far: the charged steps, or all planned steps.
 
     The composition is proved for a number of steps that is fixed in advance. A person who stops at 3 of 20 steps
     because of the run's output, or who picks a checkpoint by its results, has used the outcome of a mechanism of up to
     20 steps. The ε of all planned steps covers every such choice. The ε of the charged steps holds in three cases: all
     planned steps were taken, none was taken, or people declared that the stop depends neither on the data nor on the
     run's releases. For the same reason, starts that cost less than the plan's steps without a resume are stated with
-    the ε of those (`dpllm.privacy.accounting.of_starts`). A declaration is about the last stop; the resumes before it
-    may have followed from the releases, so the starts are then stated with at least the ε of as many steps without a
-    resume.
+    the ε of the latter (`dpllm.privacy.accounting.of_starts`). A declaration concerns the last stop only; earlier
+    resumes may have depended on the releases, so the starts are then stated with at least the ε of the same number of
+    steps without a resume.
 
     A query run is stated together with the release on which it builds, whether or not it charged anything.
 
@@ -53,7 +53,7 @@ def stated_history(plan: Plan, contents: LedgerContents) -> tuple[tuple[Event, i
 
 
 def claimed_history(plan: PrivacyPlan, contents: LedgerContents) -> Sequence[tuple[Event, int]]:
-    """Return the steps whose ε an audit holds the model to: those that it has taken, or the selection among runs.
+    """Return the steps whose ε an audit tests: those that the model has taken, or the selection among runs.
 
     Args:
         plan: the plan of the run.
@@ -65,8 +65,8 @@ def claimed_history(plan: PrivacyPlan, contents: LedgerContents) -> Sequence[tup
 def steps_of_selection(plan: PrivacyPlan, contents: LedgerContents) -> tuple[tuple[Event, int], ...]:
     """Return the selection among runs of the plan, which covers any stop of this run, for a run that took a step.
 
-    A single start with at most the planned steps is the beginning of a run of the plan, although its rounds may be
-    others: the rounds of noise that is correlated over all steps depend on their number.
+    A single start with at most the planned steps is the beginning of a run of the plan, although its rounds may differ:
+    the rounds of noise that is correlated over all steps depend on the number of steps.
 
     Raises:
         ValueError: the run has more rounds than a run of the plan, so it is not one of those that are accounted for.
@@ -77,8 +77,8 @@ def steps_of_selection(plan: PrivacyPlan, contents: LedgerContents) -> tuple[tup
     planned, charged = (dict(merge(history)) for history in (plan.history_of_run, contents.history))
     if any(count > planned.get(one, 0) for one, count in charged.items()):
         raise ValueError(
-            f"{contents.path} charges more than a complete run of its plan, so the ε of the selection does not cover "
-            "it. This run cannot be released"
+            f"{contents.path} charges more than a complete run of its plan, so the selection's ε does not cover it. Do "
+            "not release this run"
         )
     return tuple(plan.history)
 
@@ -136,7 +136,7 @@ def with_planned(history: Sequence[tuple[Event, int]], planned: int, begins: boo
 
 
 def planned_steps(plan: Plan, contents: LedgerContents) -> int:
-    """Return the steps that the run takes in all: those of the plan, or fewer if a resume costs more than going on.
+    """Return the total number of steps of the run: the plan's, or fewer if a resume costs extra.
 
     Args:
         plan: the plan of the run.
@@ -148,8 +148,8 @@ def planned_steps(plan: Plan, contents: LedgerContents) -> int:
 def steps_allowed(plan: PrivacyPlan, contents: LedgerContents) -> int | None:
     """Return the total number of steps that a run resumed now may take; None: all steps of the plan.
 
-    A mechanism whose noise is correlated over steps restarts at a resume, which may cost one more round than going on
-    would have cost. The run then ends before its target ε is exceeded, or without a target the ε of its plan.
+    A mechanism whose noise is correlated over steps restarts at a resume, which may cost one additional round. The run
+    then ends before it exceeds its target ε or, without a target, its plan's ε.
 
     Args:
         plan: the plan of the run.
@@ -164,14 +164,14 @@ def steps_allowed(plan: PrivacyPlan, contents: LedgerContents) -> int | None:
         return None
     if plan.selection is not None:
         raise ValueError(
-            f"{contents.path} has {taken} of {plan.num_steps} steps, and a resumed run begins a new cycle of noise: it "
+            f"{contents.path} has {taken} of {plan.num_steps} steps, and a resumed run starts a new noise cycle: it "
             "would cost more than the other runs of its selection. It counts as a failed run"
         )
     target = plan.target_epsilon if plan.target_epsilon is not None else plan.epsilon
     fits = steps_within(target, plan.delta, plan.event, left, plan.adjacency, contents.history)
     if fits == 0:
         raise ValueError(
-            f"{contents.path} has {taken} of {plan.num_steps} steps, and a resumed run begins a new cycle of noise: "
+            f"{contents.path} has {taken} of {plan.num_steps} steps, and a resumed run starts a new noise cycle: "
             f"no further step stays within ε = {target:g}. Release the model of the last checkpoint"
         )
     return None if fits == left else taken + fits

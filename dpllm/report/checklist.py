@@ -1,6 +1,6 @@
-"""What a privacy report must answer, which points are open, and what clears each.
+"""List the questions that a privacy report must answer, its open points, and what clears each point.
 
-Place in the flow: below report; reads the report's values and computes nothing. The questions follow Ponomareva et al.,
+This module reads the report's values and computes none. The questions follow Ponomareva et al.,
 "How to DP-fy ML" (JAIR 77, 2023), section 5.3. An open point is a reason not to release yet, and each can be cleared:
 by a note, by a statement of people who checked it (`dpllm report note`), or by another run. What is never for
 release, however carefully people look, is no open point but in the list of files that are not to be published
@@ -29,7 +29,7 @@ SIGNED = ' by="'
 """The command of a point that people settle has their name, and no other."""
 _LEAST_DIFFERENCE = 0.002  # accountants on different grids differ by so much at a small ε
 
-_REPORT_IT = "nothing clears this for this model: report it (SECURITY.md)"
+_REPORT_IT = "nothing clears this point for this model: report the problem (SECURITY.md)"
 
 
 class Point(NamedTuple):
@@ -38,7 +38,7 @@ class Point(NamedTuple):
     text: str
     """What is open."""
     how: str | None
-    """The command or setting that clears it; None: people settle it, with the command that notes their statement."""
+    """The command or setting that clears it; None: people settle it with a statement."""
 
 
 class _Asked(NamedTuple):
@@ -52,7 +52,7 @@ def completed(findings: Findings) -> PrivacyReport:
     """Return a report with its first screen, its checklist and its open points.
 
     Args:
-        findings: everything else of the report; what follows from it is made again.
+        findings: the rest of the report, from which these parts are derived.
     """
     kept = (
         kept_files(_destinations(findings), _is_audited(findings))
@@ -81,17 +81,18 @@ def completed(findings: Findings) -> PrivacyReport:
 
 
 def settled_by(report: PrivacyReport, answers: Sequence[str]) -> dict[str, str]:
-    """Return the points that people settle, with their statements, as `dpllm.report.model_card.settle` takes them.
+    """Return the points that people settle, with their statements, for `dpllm.report.model_card.settle`.
 
-    Guarantee: only a point that asks people to check something can be settled. One that another command clears, such as
-    a question that nobody answered, or one that nothing clears, is refused.
+    Guarantee: only a point that asks people to check something can be settled. Points that a different command clears,
+    such as an unanswered question, and points that nothing clears are refused.
 
     Args:
-        report: whose open points the answers count.
-        answers: ``NUMBER=STATEMENT`` each; the number as the report prints it, from 1.
+        report: the report whose open points are settled.
+        answers: a list of ``NUMBER=STATEMENT``, with the numbers that the report prints, counted from 1.
 
     Raises:
-        ValueError: an answer has another form or no statement, there is no such point, or it is cleared otherwise.
+        ValueError: an answer has a different form or no statement, the point does not exist, or a statement cannot
+            settle it.
     """
     settled = {}
     for answer in answers:
@@ -113,12 +114,12 @@ def settled_by(report: PrivacyReport, answers: Sequence[str]) -> dict[str, str]:
 
 
 def is_sampled(checkable: Checkable) -> bool:
-    """Return whether the units of the run's steps were sampled; otherwise b/N is no sampling rate."""
+    """Return whether the run's steps sampled their units; otherwise b/N is not a sampling rate."""
     return from_fields(checkable.runs[-1].planned_step).words().is_sampled
 
 
 def is_seeded(checkable: Checkable) -> bool:
-    """Return whether sampling or noise of a start came from a fixed seed."""
+    """Return whether the sampling or noise of any start came from a fixed seed."""
     return checkable.plan.seeded or any(run.entropy == ENTROPY_SEEDED for run in checkable.runs)
 
 
@@ -126,36 +127,36 @@ def _points(findings: Findings, asked: Iterable[_Asked]) -> Iterator[Point]:
     """Yield the reasons not to release yet."""
     if not findings.statement.private:
         again = "without `privacy.seed`" if is_seeded(findings.checkable) else "with noise: set `privacy.epsilon`"
-        yield Point("This run is not private. Do not release it as such.", f"run it again {again}")
+        yield Point("This run is not private. Do not release it as a private one.", f"run it again {again}")
     if findings.checkable.ended is None:
         yield (
             Point(
-                "The run has not ended, or ended in a crash. Resume it, or release nothing of it.",
+                "The run has not ended, or it crashed. Resume it, or release nothing from it.",
                 "the command that started the run, with `train.resume_from_checkpoint=true`",
             )
             if method_of(findings) is None
             else Point(
-                "The run has not ended, or ended in a crash. Release nothing of it.",
-                "a new run in another folder; what this one charged stays charged",
+                "The run has not ended, or it crashed. Release nothing from it.",
+                "a new run in a different folder; the charges of this run remain",
             )
         )
     steps = findings.accounting.steps
     if steps.charged > steps.planned:
         yield Point(
             f"{steps.charged} steps were charged, more than the {steps.planned} planned.",
-            "restore the plan and the ledger of the run from a copy, then `dpllm report .`",
+            "restore the run's plan and ledger from a backup, then run `dpllm report .`",
         )
     audit = findings.strength.audit
     if audit is not None and audit.startswith(REFUTED):
-        yield Point("An audit of this model refutes the claim. Do not release it (see below).", _REPORT_IT)
+        yield Point("An audit of this model refutes the guarantee. Do not release it (see below).", _REPORT_IT)
     for text in findings.noted_open_points:
         yield Point(text, "release the run that `dpllm methods tune` selected" if text == NOT_SELECTED else None)
     could_be = [str(v) for fact in findings.definition.facts if fact.name == PREPROCESSING for v in fact.values]
     if could_be and findings.noted.preprocessing is None:
         yield Point(
-            "Nobody said which numbers, names or settings were computed from these records before the run. In this run "
-            f"that could be: {'; '.join(could_be)}. ε covers none of them. Say which were, and where the others are "
-            "from.",
+            "Nobody stated which numbers, names or settings were computed from these records before the run. In this "
+            f"run, these could have been: {'; '.join(could_be)}. ε covers none of them. State which ones were, and "
+            "where the others come from.",
             f'{_release("preprocessing")}. Write "none" if there were none',
         )
     for text in disagreements(findings.accounting.cross_checks):
@@ -166,14 +167,14 @@ def _points(findings: Findings, asked: Iterable[_Asked]) -> Iterator[Point]:
     away = not_kept([item.what for item in findings.definition.written_out_and_not_covered], _destinations(findings))
     if away:
         yield Point(
-            "Some results that depend on the private data were written out, are not covered by ε, and may be outside "
-            f"this run's folder: {'; '.join(away)}. Make sure that nobody sees them who may not see the private data.",
+            "The run wrote results that depend on the private data and that ε does not cover. They may be outside this "
+            f"run's folder: {'; '.join(away)}. Make sure that only people who may see the private data can see them.",
             None,
         )
 
 
 def _destinations(findings: Findings) -> list[str]:
-    """Return where logged figures went, as the run noted it."""
+    """Return where logged figures went, according to the run's ledger."""
     facts = findings.definition.facts
     return [str(value) for fact in facts if fact.name == DESTINATIONS for value in fact.values]
 
@@ -185,8 +186,8 @@ def _is_audited(findings: Findings) -> bool:
 def disagreements(checks: Sequence[CrossCheck]) -> list[str]:
     """Return a line for each accountant whose ε differs from ours by more than 1 %.
 
-    Both numbers are of the same steps under zero-out. Differences below 0.002 are within the other accountant's own
-    error, and don't count. Upper bounds that are looser by nature are not held against ours, unless ours lies above.
+    Both numbers are for the same steps under zero-out. Differences below 0.002 are ignored, since they are within the
+    other accountant's own error. A looser upper bound counts only if our ε is above it.
     """
     lines = []
     for check in checks:
@@ -199,14 +200,14 @@ def disagreements(checks: Sequence[CrossCheck]) -> list[str]:
             apart = abs(other - ours) if check.must_agree else ours - other
         if apart > _LEAST_DIFFERENCE and (math.isinf(apart) or apart > MOST_DIFFERENCE * ours):
             lines.append(
-                f"The two accountants disagree: {check.name} says ε = {up(other)}, and the PLD of the same "
-                f"steps says {up(ours)}. Find out which is wrong before relying on either."
+                f"The two accountants disagree: {check.name} computes ε = {up(other)}, and the PLD of the same "
+                f"steps {up(ours)}. Find out which one is wrong before you rely on either."
             )
     return lines
 
 
 def _asked(findings: Findings) -> Iterator[_Asked]:
-    """Yield every question, the section of the page that answers it, the answer, and how people give it."""
+    """Yield every question, the section of the page that answers it, the answer, and how people provide it."""
     setting, definition, strength = findings.setting, findings.definition, findings.strength
     yield _Asked("setting", "Which setting of differential privacy, and who is trusted?", setting.model)
     yield _Asked("setting", "Who holds the raw data?", setting.data_holder, _release("data_holder"))
@@ -214,14 +215,14 @@ def _asked(findings: Findings) -> Iterator[_Asked]:
     yield _Asked("setting", f"Who will see {seen}?", setting.audience, _release("audience"))
     yield _Asked(
         "setting",
-        "Which data set is it (its public name)?",
+        "What is the public name of the data set?",
         definition.dataset,
         f"{_note('dataset')} (or `privacy.dataset` in the recipe before a run)",
     )
     yield _Asked("definition", "Which uses of the data does the guarantee cover?", definition.data_accesses_covered)
     yield _Asked(
         "definition",
-        "Which other uses had the same data (tuning runs, earlier models, model selection)? Their ε adds up.",
+        "For what else was the same data used (tuning runs, earlier models, model selection)? Their ε adds up.",
         definition.other_uses_of_the_data,
         f'{_release("other_uses")}. Write "none" if there were none',
     )
@@ -231,33 +232,33 @@ def _asked(findings: Findings) -> Iterator[_Asked]:
     yield _Asked("definition", "What is one unit of privacy?", definition.unit)
     yield _Asked("definition", "Which data sets are neighbours?", definition.adjacency)
     yield _Asked("definition", "What is taken as public?", definition.public)
-    yield _Asked("definition", "What did the run find out about itself?", True)
+    yield _Asked("definition", "Which facts did the run record about itself?", True)
     trained = method_of(findings) is None
     for question in (
         "What is the guarantee?",
         f"What is ε under each adjacency that the {'sampler' if trained else 'mechanism'} supports?",
-        "How was it accounted for, with which tool, version and discretization?",
+        "How was ε computed, with which tool, version and discretization?",
         f"How were {'steps, phases' if trained else 'answers'} and runs composed?",
-        f"How many {'steps were asked for, planned and taken' if trained else 'answers were planned and charged'}, "
+        f"How many {'steps were requested, planned and taken' if trained else 'answers were planned and charged'}, "
         "and why did it stop?",
-        "What is ε at other δ?",
+        "What is ε at different values of δ?",
         "What is ρ of zero-concentrated privacy?",
         "With which parameters did the mechanism run?",
-        "Why this δ?",
-        "What does the number rest on, and how did the run ensure it?",
+        "Why was this δ chosen?",
+        "Which assumptions does ε depend on, and how did the run ensure them?",
     ):
         yield _Asked("accounting", question, True)
     checks = [check for check in findings.accounting.cross_checks if check.epsilon is not None]
-    yield _Asked("accounting", "What do other accountants say?", checks or None, None)
+    yield _Asked("accounting", "What do other accountants compute?", checks or None, None)
     yield _Asked("strength", "How strong is the guarantee, and what can an attacker achieve at most?", True)
     yield _Asked(
         "strength",
         "What did an empirical audit find?",
-        strength.audit if strength.tier == "weak" else True,  # it is asked for above ε = 10
-        f"`dpllm audit --help` names the audits; {_note('audit')} notes another one",
+        strength.audit if strength.tier == "weak" else True,  # required above ε = 10
+        f"`dpllm audit --help` lists the audits; {_note('audit')} notes a different one",
     )
     for question in (
-        "With which code did it run?",
+        "Which version of the code ran?",
         "What identifies the configuration?",
         "What identifies the record of the run?",
         "Which command checks everything again?",
@@ -265,7 +266,7 @@ def _asked(findings: Findings) -> Iterator[_Asked]:
         yield _Asked("checkable", question, True)
     yield _Asked(
         "utility",
-        "How useful is it: held-out metric, the same without privacy, hardware and cost?",
+        "How useful is it: metric on held-out data, the same metric without privacy, hardware and cost?",
         findings.utility or findings.utility_elsewhere or None,
         _note("utility.NAME"),
     )

@@ -1,7 +1,6 @@
-"""The curves of a privacy report: what its pictures are drawn from.
+"""Compute the curves of a privacy report.
 
-Place in the flow: below report, which stores them, so that the pictures can be drawn again from the report alone. Every
-value is an upper bound.
+The report stores them, so its pictures can be drawn from the report alone. Every value is an upper bound.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ _LEAST_DELTA = 1e-12
 
 @lru_cache(maxsize=8)
 def curves(guarantee: Guarantee) -> Curves:
-    """Return the three curves; without a step or without noise their lists are empty.
+    """Return the three curves; their lists are empty if there is no step or no noise.
 
     Args:
-        guarantee: of the stated steps, in the order in which they ran; its history is a tuple.
+        guarantee: the guarantee of the stated steps, in the order in which they ran; its history is a tuple.
 
     Returns:
         The largest true positive rates over false positive rates; ε after some numbers of steps, on a grid of losses
-        ten times coarser (but never above the ε of all steps); and the δ of some values of ε, None where it is below
-        1e-12 and so below what this composition resolves.
+        that is ten times coarser (but never above the ε of all steps); and the δ for some values of ε, None if it is
+        below 1e-12, which this composition cannot resolve.
     """
     if not accounting.merge(guarantee.history) or not guarantee.is_finite:
         return Curves(
@@ -66,14 +65,14 @@ def _tradeoff(guarantee: Guarantee) -> Tradeoff:
 def _over_steps(guarantee: Guarantee) -> EpsilonOverSteps:
     history = guarantee.history
     if any(event.is_selection for event, _ in accounting.merge(history)):
-        return EpsilonOverSteps(steps=(), epsilon=())  # a selection has an ε only when all its runs have ended
+        return EpsilonOverSteps(steps=(), epsilon=())  # a selection has an ε only after all its runs
     total = guarantee.num_steps
     steps = sorted({math.ceil(total * part / _STEP_POINTS) for part in range(1, _STEP_POINTS)} | {1, total})
     values = []
     for number in steps[:-1]:
         at = accounting.epsilon(_first(history, number), guarantee.delta, guarantee.adjacency, _COARSE)
         values.append(min(guarantee.epsilon, at))
-    # ε of fewer steps is at most that of more, so that a smaller bound that comes later holds for what came before.
+    # ε cannot decrease with more steps, so a smaller bound at a later step also holds for earlier steps.
     values = np.minimum.accumulate([*values, guarantee.epsilon][::-1])[::-1].tolist()
     return EpsilonOverSteps(steps=tuple(steps), epsilon=tuple(values))
 
@@ -89,7 +88,7 @@ def _first(history: History, number: int) -> list[Any]:
 
 def _over_delta(guarantee: Guarantee) -> EpsilonOverDelta:
     functions = {name: accounting.delta_function(guarantee.history, name, tilted=False) for name in ADJACENCIES}
-    # Far enough that the larger of the two curves, too, comes down to a thousandth of δ, or to what is resolved.
+    # Far enough for the larger of the two curves to fall to a thousandth of δ, or to the resolution.
     goal = max(_LEAST_DELTA, guarantee.delta / 1000)
     highest = 1e-3
     while functions["replace-one"](highest) > goal and highest < 1e6:

@@ -1,7 +1,7 @@
-"""Which logged figures depend on private rows, in the words of the report.
+"""Name the logged figures that depend on private rows, in the words of the report.
 
-Place in the flow: `DPTrainer.log` asks for every dictionary that it is given. The list of harmless names is closed: a
-name that is not in it counts as a figure that ε does not cover.
+`DPTrainer.log` passes every dictionary that it logs. The list of harmless names is an allow-list: any other name counts
+as a figure that ε does not cover.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ FINAL_LOSS = "training loss (mean of the run)"
 EVALUATION_DURING = "evaluation during training"
 EVALUATION_OUTSIDE = "evaluation on private rows, before or after training"
 HELD_OUT = "evaluation on private rows"
-"""Of a recipe's held-out records, before and after the training."""
+"""For a recipe's held-out records, before and after the training."""
 PREDICTION = "predictions on private rows"
 ATTACK = "an attack on private rows by `dpllm methods attack`"
-"""Its figures, and texts of records that the model wrote, are in files that are not for release."""
+"""Its figures, and the records' texts that the model reproduced, are in files that must not be released."""
 RESOURCES = "running time, throughput or memory use of the training"
 OTHER = "other figures that the program logged"
-DIAGNOSTICS = f"counts of single steps, if there are any, are in {DIAGNOSTICS_FILE}"
-"""Where a report says that counts of private rows are: whether there are any depends on the rows."""
+DIAGNOSTICS = f"counts for single steps, which are in {DIAGNOSTICS_FILE} if there are any"
+"""Where counts of private rows are. The text is the same in every report, since whether there are any is private."""
 LOG_FILE = "not_for_release/training_log.jsonl"
-"""Where a run keeps its losses and metrics, relative to its folder."""
+"""File with a run's losses and metrics, relative to its folder."""
 UTILITY_FILE = "not_for_release/utility.json"
-"""Where a run keeps figures of its model that ε does not cover, relative to its folder."""
+"""File with the model's figures that ε does not cover, relative to the run's folder."""
 LOGGED = f"losses and metrics in {LOG_FILE} (not for release)"
 
 DESTINATIONS = "logged figures went to"
-"""Name of the fact in a ledger that lists where logged figures went."""
+"""Name of the ledger's fact that lists where logged figures went."""
 _SCREEN, _STATE = "the screen", "the Trainer's state"
 
 GRADIENT_NORM = "noisy_grad_norm"
-"""Name in the logs of the norm of the private gradient: after clipping and noise. It is covered by ε, as everything
-that is computed from the private gradient is, and says little about the norms that the clip norm is compared with."""
+"""Log key of the private gradient's norm, after clipping and noise. ε covers it, like everything that is computed from
+the private gradient. It says little about the unclipped norms, which determine a good clip norm."""
 
 _TENSORBOARD = "TensorBoard"
 
-# Figures that no file holds that `dpllm.report.publishing` uploads, where nothing but `_LOCAL` received them.
-# Predictions are not among them: the program that asked for them has them, and may write them anywhere.
+# Figures that are in no file that `dpllm.report.publishing` uploads, if only `_LOCAL` destinations received them.
+# Predictions are not among them: the calling program has them and may write them anywhere.
 _KEPT = frozenset(
     {TRAINING_LOSS, FINAL_LOSS, RESOURCES, LOGGED, EVALUATION_DURING, EVALUATION_OUTSIDE, HELD_OUT, ATTACK}
 )
@@ -50,32 +50,32 @@ _LOCAL = frozenset({_SCREEN, _STATE, _TENSORBOARD})
 _NOT_FOR_RELEASE = (
     (
         "not_for_release/",
-        "losses, metrics, counts and figures on private rows, and secret keys: ε covers none of them",
+        "losses, metrics, counts and figures for private rows, and secret keys: ε covers none of them",
     ),
     (
         "checkpoint-*/",
-        "the weights of a step, which ε covers, and states of the training, of which ε does not cover each. Publish "
-        "the final model instead",
+        "the weights after a step, which ε covers, and training states, not all of which ε covers. Publish the final "
+        "model instead",
     ),
     ("training.png", "a picture of the training losses"),
     (
         "optimizer.pt, scheduler.pt, rng_state*.pth, trainer_state.json, training_args.bin",
-        "states and settings of the training, of which nobody checks each entry",
+        "training states and settings, whose entries nobody has checked",
     ),
 )
-_EVENT_FILES = ("the folder of TensorBoard (`runs/`, unless another was set)", "losses and metrics of private rows")
+_EVENT_FILES = ("TensorBoard's folder (`runs/`, unless configured differently)", "losses and metrics of private rows")
 _AUDIT_FILES = ("audit.json, attacks.json, canaries.json and their pictures", "scores of single private records")
 _ANY_OTHER = (
     "every other file that `dpllm push` does not upload",
-    "it uploads weights, configuration, tokenizer, card, report, plan and ledger only. Nobody has checked other files",
+    "it uploads only weights, configuration, tokenizer, card, report, plan and ledger. Nobody has checked other files",
 )
 ON_PRIVATE_ROWS = "on_private_rows"
-"""Name in the logs that marks an evaluation on private rows, in a run whose own evaluation rows are declared public."""
+"""Log key that marks an evaluation on private rows, in a run whose own evaluation rows are declared public."""
 _COVERED = frozenset(
     {GRADIENT_NORM, ON_PRIVATE_ROWS, "grad_norm", "learning_rate", "epoch", "step", "epsilon", "total_flos"}
 )
 _AROUND_TRAINING = ("on_init_end", "on_train_begin", "on_train_end", "on_push_begin")
-# Methods of the Trainer that are called only before the first step or after the last, or that read no loss.
+# Methods of the Trainer that run only before the first step or after the last step, or that read no loss.
 _HARMLESS = (
     *("create_optimizer", "create_scheduler", "create_optimizer_and_scheduler", "get_decay_parameter_names"),
     *("get_eval_dataloader", "get_test_dataloader", "create_model_card", "init_hf_repo", "push_to_hub", "train"),
@@ -86,13 +86,13 @@ _RESOURCES = ("_runtime", "_samples_per_second", "_steps_per_second", "_tokens_p
 
 
 _IN_PLAIN_WORDS = {
-    TRAINING_LOSS: "how well the model fits the private texts, during the training",
-    FINAL_LOSS: "how well the model fits the private texts, over the whole training",
-    EVALUATION_DURING: "tests of the model on private texts, during the training",
-    EVALUATION_OUTSIDE: "tests of the model on private texts, before or after the training",
-    HELD_OUT: "tests of the model on private texts that were kept back from the training",
+    TRAINING_LOSS: "how well the model fits the private texts during the training",
+    FINAL_LOSS: "how well the model fits the private texts over the whole training",
+    EVALUATION_DURING: "tests of the model on private texts during the training",
+    EVALUATION_OUTSIDE: "tests of the model on private texts before or after the training",
+    HELD_OUT: "tests of the model on private texts that were held out from the training",
     PREDICTION: "answers of the model to private texts",
-    ATTACK: "tests whether the model reveals private texts of its training",
+    ATTACK: "tests of whether the model reveals private texts it was trained on",
 }
 
 
@@ -101,20 +101,20 @@ class Evaluating:
     """The evaluation in progress."""
 
     prefix: str
-    """Of its names in the logs."""
+    """Prefix of its log keys."""
     public: bool
     """Whether its rows were declared public."""
 
 
 def not_covered(logs: Mapping[str, Any], evaluating: Evaluating | None, training: bool) -> dict[str, int]:
-    """Return what of these figures ε does not cover: the report's words for it, and how often it was written.
+    """Return which of these figures ε does not cover: the report's words for each kind, and how often it was logged.
 
-    An evaluation counts once, whatever the number of its figures. Figures on rows that were declared public are
-    covered, since the model that they are computed with is.
+    An evaluation counts once, however many figures it logs. Figures for rows that were declared public are covered,
+    since ε covers the model that computes them.
 
     Args:
-        logs: names and values.
-        evaluating: the evaluation that logs them; None for any other.
+        logs: log keys and values.
+        evaluating: the evaluation that logs them; None if no evaluation is running.
         training: whether `train` is running.
 
     >>> not_covered({"loss": 2.5, "noisy_grad_norm": 0.3, "learning_rate": 1e-3, "epsilon": 0.7}, None, True)
@@ -131,7 +131,7 @@ def not_covered(logs: Mapping[str, Any], evaluating: Evaluating | None, training
 
 
 def in_plain_words(what: str) -> str:
-    """Return the report's words for a result as a reader outside of the field understands them.
+    """Return the words for a result that a lay reader understands.
 
     >>> in_plain_words(PREDICTION), in_plain_words("a table")
     ('answers of the model to private texts', 'a table')
@@ -156,12 +156,12 @@ def _kind(name: str, evaluating: Evaluating | None, training: bool) -> str | Non
 
 
 def receivers(callbacks: Iterable[Any]) -> str:
-    """Return where logged figures go: the screen, the Trainer's state, and each callback that takes them.
+    """Return where logged figures go: the screen, the Trainer's state, and each callback that receives them.
 
-    Transformers adds integrations by itself where ``report_to`` is "all"; they are named here whoever added them.
+    This includes the integrations that transformers adds automatically if ``report_to`` is "all".
 
     Args:
-        callbacks: of the Trainer.
+        callbacks: the Trainer's callbacks.
 
     >>> receivers([])
     "the Trainer's state"
@@ -175,16 +175,16 @@ def receivers(callbacks: Iterable[Any]) -> str:
 
 
 def not_kept(written: Iterable[str], destinations: Iterable[str]) -> list[str]:
-    """Return which of these results may be outside the run's machine.
+    """Return which of these results may have left the run's machine.
 
-    Losses and evaluations stay with the run where nothing but the screen, the Trainer's state, files of the run and
+    Losses and evaluations stay on the machine if only the screen, the Trainer's state, the run's files and
     TensorBoard's event files received them: none of these is uploaded (`dpllm.report.publishing`), and `kept_files`
-    lists them. A tracker may show them to others. Where nobody noted the destinations, as in a training loop of one's
-    own, nothing is known to stay.
+    lists them. A tracker may show them to other people. If the destinations are unknown, as in a custom training loop,
+    every result may have left the machine.
 
     Args:
         written: results that ε does not cover, in the report's words.
-        destinations: the values of the fact `DESTINATIONS`, as `receivers` gives them.
+        destinations: the values of the fact `DESTINATIONS`, as `receivers` returns them.
 
     >>> not_kept([TRAINING_LOSS, PREDICTION], ["the Trainer's state, the screen"])
     ['predictions on private rows']
@@ -205,9 +205,9 @@ def _places(destinations: Iterable[str]) -> set[str]:
 
 
 def kept_files(destinations: Iterable[str], audited: bool) -> list[tuple[str, str]]:
-    """Return the files of a run's folder that are not for release, each with the reason.
+    """Return the files of a run's folder that must not be released, each with the reason.
 
-    They are the files that `dpllm.report.publishing` never uploads: this list is for people who copy a folder by hand.
+    `dpllm.report.publishing` never uploads them; the list is for people who copy a folder by hand.
 
     Args:
         destinations: as for `not_kept`.
@@ -222,7 +222,7 @@ def kept_files(destinations: Iterable[str], audited: bool) -> list[tuple[str, st
 
 
 def kept_of_queries(audited: bool) -> list[tuple[str, str]]:
-    """Return the files of a query run's folder that are not for release, each with the reason.
+    """Return the files of a query run's folder that must not be released, each with the reason.
 
     Args:
         audited: whether an audit wrote its results into the folder.
@@ -232,18 +232,19 @@ def kept_of_queries(audited: bool) -> list[tuple[str, str]]:
         *([_AUDIT_FILES] if audited else []),
         (
             "every other file that `dpllm push` does not upload",
-            "it uploads the files that the ledger names, card, report, plan and ledger. Nothing is known of others",
+            "it uploads only the files that the ledger names, card, report, plan and ledger. Nobody has checked others",
         ),
     ]
 
 
 def own_callbacks(callbacks: Iterable[Any]) -> list[str]:
-    """Return the names of callbacks that neither transformers nor dpllm defines, and that run within training.
+    """Return the names of the user's own callbacks that run during training.
 
-    What they do is not known here. One that runs only before the first step or after the last has no loss to follow.
+    dpllm cannot know what they do. A callback that runs only before the first step or after the last is left out, since
+    it sees no loss.
 
     Args:
-        callbacks: of the Trainer.
+        callbacks: the Trainer's callbacks.
 
     >>> early = type("A", (), {"__module__": "mine", "on_train_begin": None})
     >>> each = type("B", (), {"__module__": "mine", "on_log": None})
@@ -255,12 +256,12 @@ def own_callbacks(callbacks: Iterable[Any]) -> list[str]:
 
 
 def own_methods(trainer: Any) -> list[str]:
-    """Return the methods that a Trainer's class of the user's own overrides, or that were set on it, in words.
+    """Return the Trainer's methods that the user's class overrides or that were set on the instance.
 
-    What they do is not known here. Methods that run only before the first step or after the last are left out.
+    dpllm cannot know what they do. Methods that run only before the first step or after the last are left out.
 
     Args:
-        trainer: made from a class of dpllm.
+        trainer: an instance of a dpllm Trainer or of a subclass.
 
     >>> base = type("Base", (), {"__module__": "dpllm.training", "log": print, "train": print})
     >>> own = type("Own", (base,), {"__module__": "mine", "log": print, "train": print, "more": print})
@@ -268,10 +269,10 @@ def own_methods(trainer: Any) -> list[str]:
     ([], ['Own.log'])
     """
     kinds = type(trainer).__mro__
-    own = [kind for kind in kinds if kind.__module__.partition(".")[0] not in _KNOWN_MODULES]  # before ours, or after
+    own = [kind for kind in kinds if kind.__module__.partition(".")[0] not in _KNOWN_MODULES]  # before or after ours
     values = [one for kind in kinds if kind not in own for one in vars(kind).items()]
     known = {name for name, value in values if (callable(value) or isinstance(value, property)) and name[:2] != "__"}
-    # Schedules follow results on rows that are declared public; then another method may choose other rows.
+    # Schedules follow results on rows that are declared public; an overridden method may choose different rows.
     known -= {*_HARMLESS} - ({"get_eval_dataloader"} if getattr(trainer, "eval_is_public", False) else set())
     held = [(kind.__qualname__, set(vars(kind))) for kind in own]
     held.append((kinds[0].__qualname__, {name for name, value in vars(trainer).items() if callable(value)}))
@@ -279,12 +280,12 @@ def own_methods(trainer: Any) -> list[str]:
 
 
 def own_metrics(trainer: Any) -> list[str]:
-    """Return the user's own functions for metrics that are called within training on rows that are not public.
+    """Return the user's own metric functions that are called during training on rows that are not public.
 
-    What they do is not known here.
+    dpllm cannot know what they do.
 
     Args:
-        trainer: with its arguments.
+        trainer: the Trainer, with its arguments.
     """
     args = trainer.args
     during = str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no" or args.eval_on_start

@@ -1,11 +1,10 @@
-"""The pictures of a run.
+"""Draw the pictures of a run.
 
-Place in the flow: `plot_training` at the end of a run, beside the report: loss and ε over the private steps. The loss
-of a training step is a property of the private batch, and ε doesn't cover it; a picture that leaves the trainer's hands
-is a disclosure, as the report says. The others are drawn from the report's curves alone and reveal nothing more than
-it: the trade-off of the best attack, ε over the steps, and ε over δ, as SVG texts that stand inside an HTML page. The
-same numbers give the same text: no date, and names inside that depend on the contents alone. Colours are the page's:
-the variables ``--blue``, ``--orange`` and ``--grid``, and the page's text colour.
+`plot_training` draws loss and ε over the private steps at the end of a run. The loss of a training step depends on the
+private batch, and ε does not cover it, so sharing this picture is a disclosure, as the report says. The other pictures
+are drawn from the report's curves alone and reveal nothing more: the trade-off of the best attack, ε over the steps,
+and ε over δ, as SVG texts inside an HTML page. The same numbers give the same text: it has no date, and its ids depend
+only on the contents. Colours are the page's variables ``--blue``, ``--orange`` and ``--grid``, and its text colour.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ def plot_training(
 
     Args:
         steps: (n,) private steps at which a loss is known.
-        losses: (n,) loss of each, in nats.
+        losses: (n,) loss at each of these steps, in nats.
         epsilon_steps: (m,) private steps at which ε is known.
-        epsilons: (m,) ε of each; entries that are not finite are left out (a run without noise).
-        path: where the PNG goes.
+        epsilons: (m,) ε at each of these steps; infinite entries are omitted (a run without noise).
+        path: path of the PNG.
         eval_points: (step, loss) on held-out records, drawn as points; the same kind of loss, the mean over rows.
 
     Returns:
@@ -54,7 +53,7 @@ def plot_training(
     if len(steps) != len(losses) or len(epsilon_steps) != len(epsilons):
         raise ConfigError(
             f"{len(steps)} steps have {len(losses)} losses, and {len(epsilon_steps)} steps have {len(epsilons)} "
-            "epsilons: give one for each"
+            "epsilons: pass one value per step"
         )
     import matplotlib
 
@@ -101,13 +100,13 @@ def plot_tradeoff(
     from_epsilon_and_delta: Sequence[float],
     narrow: bool = False,
 ) -> str:
-    """Return the trade-off of the best attack as an SVG text, both axes logarithmic.
+    """Return the trade-off curve of the best attack as an SVG text, with logarithmic axes.
 
     Args:
         false_positive_rates: (n,) share of the units outside the data that an attack accuses, each above 0.
         true_positive_rates: (n,) largest share of the units in the data that it finds.
-        from_epsilon_and_delta: (n,) what the pair (ε, δ) alone would allow.
-        narrow: draw it for a narrow screen.
+        from_epsilon_and_delta: (n,) the bound that follows from the pair (ε, δ) alone.
+        narrow: whether to draw for a narrow screen.
 
     Raises:
         ConfigError: the lists differ in length, or are empty.
@@ -137,9 +136,9 @@ def plot_epsilon_over_steps(
 
     Args:
         steps: (n,) numbers of steps.
-        epsilons: (n,) ε after so many.
+        epsilons: (n,) ε after each number of steps.
         target_epsilon: the budget, drawn as a line.
-        narrow: draw it for a narrow screen.
+        narrow: whether to draw for a narrow screen.
 
     Raises:
         ConfigError: the lists differ in length, or are empty.
@@ -169,14 +168,14 @@ def plot_epsilon_curve(
     headline: float,
     narrow: bool = False,
 ) -> str:
-    """Return ε over δ as an SVG text, a curve per adjacency.
+    """Return ε over δ as an SVG text, with one curve per adjacency.
 
     Args:
         epsilons: (n,) values of ε.
-        deltas: adjacency to (n,) the δ that belongs to each ε; None where it is too small to be known.
+        deltas: for each adjacency, (n,) the δ of each ε; None if it is too small to be resolved.
         delta: δ of the headline, marked by a point.
         headline: ε of the headline.
-        narrow: draw it for a narrow screen.
+        narrow: whether to draw for a narrow screen.
 
     Raises:
         ConfigError: the lists differ in length, or are empty.
@@ -202,7 +201,7 @@ def plot_epsilon_curve(
 def _same_length(*lists: Sequence[Any]) -> None:
     lengths = [len(one) for one in lists]
     if len(set(lengths)) != 1 or lengths[0] == 0:
-        raise ConfigError(f"a curve needs lists of one length that are not empty, got {', '.join(map(str, lengths))}")
+        raise ConfigError(f"a curve needs non-empty lists of equal length, got lengths {', '.join(map(str, lengths))}")
 
 
 def _open_frame(panel: Any) -> None:
@@ -213,7 +212,7 @@ def _open_frame(panel: Any) -> None:
 
 
 def _powers_of_ten(axis: Any) -> None:
-    """Label powers of ten in plain text, and nothing between them."""
+    """Label only powers of ten, in plain text."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     def power(value: float, _position: int | None = None) -> str:
@@ -232,7 +231,7 @@ def _legend(panel: Any, names: Sequence[str], place: str) -> None:
 
 @contextmanager
 def _svg_panel(name: str, narrow: bool) -> Iterator[tuple[Any, list[str]]]:
-    """Give a panel to draw on, and a list that holds the SVG text afterwards.
+    """Yield a panel to draw on, and a list that holds the SVG text afterwards.
 
     Args:
         name: of the picture; names inside the text start with it, so that several pictures can be in one page.
@@ -264,7 +263,7 @@ def _svg_panel(name: str, narrow: bool) -> Iterator[tuple[Any, list[str]]]:
 
 
 def _inline(svg: str, name: str) -> str:
-    """Make an SVG file a part of a page: no prologue, no fixed size, names of its own, the page's colours and font."""
+    """Turn an SVG file into a part of a page: no prologue, no fixed size, unique ids, the page's colours and font."""
     svg = svg[svg.index("<svg") :]
     opening, bracket, rest = svg.partition(">")
     opening = re.sub(r' (?:width|height)="[^"]*"', "", opening)

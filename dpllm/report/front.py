@@ -1,8 +1,7 @@
-"""The first screen of a report: what was trained on what, by whom, when, for whom it is safe, and how safe.
+"""Write the first screen of a report: what was trained on what, by whom, when, who is protected, and how well.
 
-Place in the flow: under `dpllm.report.checklist`, which completes a report. The reader is a person who answers for the
-data and writes no program. Each number is computed from the report's values, and rounded to two figures to the side on
-which the sentence still holds.
+The reader is responsible for the data and does not write programs. Each number is computed from the report's values,
+and rounded to two figures in the direction in which the sentence stays true.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from dpllm.report.models import (
 
 _ON_THE_FRONT = ("0.5", "0.01", "1e-06")  # of `bounds`: one of each kind of attack
 _REFUTED = (
-    "AN AUDIT REFUTES THIS REPORT. It found more about single units in the model than the numbers of this report "
-    "allow, so none of them can be relied on until the cause is found."
+    "AN AUDIT REFUTES THIS REPORT. It learnt more about single units from the model than this report's numbers allow. "
+    "Do not rely on any of these numbers until the cause is found."
 )
 
 
@@ -39,7 +38,7 @@ def front(findings: Findings, num_open: int) -> Front:
     """Return the first screen.
 
     Args:
-        findings: a report, all but what follows from it.
+        findings: the report without the parts that are derived from it.
         num_open: number of open points.
     """
     method = method_of(findings)
@@ -60,11 +59,11 @@ def front(findings: Findings, num_open: int) -> Front:
 
 
 def _alert(num_open: int, tier: str, thing: str = "model") -> str:
-    """Return the line above everything else; nothing where no point is open."""
+    """Return the line above everything else; empty if no point is open."""
     if num_open:
         points = "One point is" if num_open == 1 else f"{num_open} points are"
         return f"{points} open: do not release {_it(thing)} yet."
-    return "The guarantee is weak: read the odds before a release." if tier == "weak" else ""
+    return "The guarantee is weak: read the odds before you release anything." if tier == "weak" else ""
 
 
 def _it(thing: str) -> str:
@@ -76,35 +75,35 @@ def _to_do(num_open: int, tier: str, thing: str = "model") -> str:
     if num_open == 1:
         return f"One point is open. Do not release {it} before it is cleared."
     if num_open > 1:
-        return f"{num_open} points are open. Do not release {it} before each is cleared."
+        return f"{num_open} points are open. Do not release {it} before all of them are cleared."
     if tier == "weak":
         return (
-            f"No point of this report is open, but its guarantee is weak. Whether {it} may be released is to be "
-            "decided by the odds above, and not by this report only."
+            f"No point of this report is open, but its guarantee is weak. Decide whether {it} may be released by "
+            "the odds above, and not only by this report."
         )
     return "Nothing: no point of this report is open."
 
 
 def bounds(strength: Strength, adjacency: str, unit: str) -> Iterator[tuple[str, Odds]]:
-    """Yield every bound on an attack that a report has, with the key under which its JSON has it.
+    """Yield every bound on an attack in a report, with its key in the report's JSON.
 
     Args:
         strength: the part of the report with the bounds.
-        adjacency: of the headline.
+        adjacency: adjacency of the headline ε.
         unit: "record" or "user".
     """
     one, those_used = _named(unit)
     asked = f"whether {one} was used" if adjacency == "zero-out" else f"which of two {unit}s was used"
     for name, at_most in strength.bayes_success.items():
         chance = float(name)
-        before = "a coin toss beforehand" if chance == 0.5 else f"beforehand the chance is {format_percent(chance)}"
+        before = "50% likely beforehand" if chance == 0.5 else f"{format_percent(chance)} likely beforehand"
         yield name, _row(f"Say {asked} ({before})", max(chance, 1 - chance), at_most)
     for name, at_most in strength.true_positive_rate.items():
         share = float(name)
         yield (
             name,
             _row(
-                f"Find {those_used}, while wrongly accusing {format_percent(share)} of all others",
+                f"Find {those_used}, and wrongly accuse {format_percent(share)} of all others",
                 share,
                 at_most,
             ),
@@ -115,9 +114,9 @@ def bounds(strength: Strength, adjacency: str, unit: str) -> Iterator[tuple[str,
 
 
 def _named(unit: str) -> tuple[str, str]:
-    """Return one unit, and all units that were used, in words."""
+    """Return the words for one unit and for all units that were used."""
     if unit == "user":
-        return "the data of one user", "the users whose data was used"
+        return "one user's data", "the users whose data was used"
     return "one record", "the records that were used"
 
 
@@ -132,7 +131,7 @@ def _row(attack: str, without: float, at_most: float) -> Odds:
 
 
 def _chance(share: float) -> str:
-    """Print a chance, rounded up: as a percentage, or as cases in a million where it is tiny.
+    """Format a probability, rounded up: as a percentage, or as cases in a million if it is tiny.
 
     >>> _chance(0.505), _chance(1e-3), _chance(1.234e-6)
     ('51%', '0.1%', '1.3 in a million')
@@ -169,7 +168,7 @@ def _what(findings: Findings) -> str:
     model = re.sub(r"^an? ((?:\w+ )?)adapter for (.*)$", r"a small addition to \2, called \1adapter", model)
     words = [f"{model[0].upper()}{model[1:]}{base} was trained on {data}: {private}."]
     if is_selection(findings.checkable.plan):
-        words.append("It is the best of a secret, random number of training runs.")
+        words.append("It is the best of a secret random number of training runs.")
     known = f"starting weights: {noted.base_model}"
     public = [line for line in definition.public[1:] if line != known]
     if public:
@@ -181,7 +180,7 @@ def _who(findings: Findings) -> str:
     thing = thing_of(findings)
     facts = (
         ("Raw data held by", findings.setting.data_holder),
-        (f"{thing} meant for", findings.setting.audience),
+        (f"{thing} intended for", findings.setting.audience),
         ("trained by" if thing == "model" else "made by", findings.noted.trained_by or NO_TRAINER),
     )
     words = "; ".join(f"{name}: {'not noted' if value is None else value}" for name, value in facts)
@@ -190,7 +189,7 @@ def _who(findings: Findings) -> str:
 
 def _when(findings: Findings) -> str:
     runs, steps = findings.checkable.runs, findings.accounting.steps
-    words = [f"Training began on {day_in_words(runs[0].started_at)}"]
+    words = [f"Training started on {day_in_words(runs[0].started_at)}"]
     if len(runs) > 1:
         times = "once" if len(runs) == 2 else f"{len(runs) - 1} times"
         words.append(f", was resumed {times}, the last time on {day_in_words(runs[-1].started_at)},")
@@ -204,11 +203,11 @@ def _when(findings: Findings) -> str:
     words.append(f" and took {taken}.")
     if lost := _lost(findings):
         words.append(
-            f" A crash lost {lost:,} of them, which count for ε all the same: the released weights hold "
+            f" A crash lost {lost:,} of them. They still count for ε, but the released weights contain only "
             f"{steps.charged - lost:,}."
         )
     if left_out:
-        words.append(f" {left_out:,} were left out after a resume: they would have cost more than the planned ε.")
+        words.append(f" {left_out:,} were skipped after a resume, because they would have exceeded the planned ε.")
     if findings.checkable.ended is None:
         words.append(" It has not ended, or it crashed.")
     elif steps.charged != steps.planned:
@@ -217,7 +216,7 @@ def _when(findings: Findings) -> str:
 
 
 def _lost(findings: Findings) -> int:
-    """Return the charged steps that the weights do not hold (`dpllm.privacy.run_folder.lost_steps`)."""
+    """Return the charged steps that the weights do not contain (`dpllm.privacy.run_folder.lost_steps`)."""
     found = [fact.values[-1] for fact in findings.definition.facts if fact.name == LOST_STEPS]
     return int(str(found[-1]).split(" ")[0]) if found else 0
 
@@ -229,11 +228,11 @@ def _protected(findings: Findings) -> str:
             "." if plan.max_rows_per_unit is None else f", of which at most {plan.max_rows_per_unit} were used."
         )
     elif findings.definition.unit.startswith("one row"):
-        which = "Every single row of the training data, as it was given to the run."
+        which = "Every single row of the training data, in the form in which the run received it."
     else:
         which = f"Every single record of the {'training' if method_of(findings) is None else 'private'} data."
     spread = "with several ids" if plan.unit == "user" else "with several records"
-    return f"{which} A person {spread}, or of whom others write, is protected less."
+    return f"{which} A person {spread}, or whom other people write about, is protected less."
 
 
 def _odds(findings: Findings) -> str:
@@ -243,15 +242,15 @@ def _odds(findings: Findings) -> str:
         f"whether {_named(unit)[0]} was used" if statement.adjacency == "zero-out" else f"which of two {unit}s was used"
     )
     return (
-        f"Someone who has the {thing_of(findings)}, and knows all other data, can say {asked} and be right at "
-        f"most {format_percent(success)} of the time; tossing a coin is right 50% of the time."
+        f"Someone who has the {thing_of(findings)} and knows all other data can guess {asked}, and will be right at "
+        f"most {format_percent(success)} of the time. A coin toss is right 50% of the time."
     )
 
 
 def _numbers(findings: Findings) -> str:
     statement, steps = findings.statement, findings.accounting.steps
     counted = "steps" if method_of(findings) is None else "answers"
-    stated = "" if steps.stated == steps.charged else f" ε is that of {steps.stated:,} {counted}, as planned."
+    stated = "" if steps.stated == steps.charged else f" This is the ε of {steps.stated:,} {counted}, as planned."
     return (
         f"In numbers: ε = {two_figures(statement.epsilon)} and δ = {one_in(statement.delta)}. "
         f"{findings.strength.words}{stated}"
@@ -268,7 +267,7 @@ def two_figures(epsilon: float) -> str:
 
 
 def factor_words(epsilon: float) -> str:
-    """Return exp(ε) in words, rounded up to three digits; of a number that nobody can picture, how long it is.
+    """Return exp(ε) in words, rounded up to three digits; for a huge number, only how many digits it has.
 
     >>> factor_words(1.0), factor_words(40.0)
     ('exp(ε) = 2.72', 'exp(ε), a number of 18 digits')
@@ -284,19 +283,19 @@ def factor_words(epsilon: float) -> str:
 def _not_covered(findings: Findings) -> str:
     written = findings.definition.written_out_and_not_covered
     counted = "; ".join(f"{in_plain_words(item.what)} ({_times(item.count)})" for item in written)
-    first = f"The run wrote out results that ε does not cover: {counted}." if written else ""
+    first = f"The run wrote results that ε does not cover: {counted}." if written else ""
     budgets = sorted({entry.file for entry in findings.accounting.budget})
     names = ", ".join(budgets)
     tuned = is_selection(findings.checkable.plan)
     about = (
-        "this tuning with all its runs, and the weights it released" if tuned else "this run and its released weights"
+        "this tuning with all its runs and the weights it released" if tuned else "this run and its released weights"
     )
     if isinstance(findings.checkable.plan, PlanOfQueries):
         about = _about_answers(findings.checkable.plan)
-    shared = f" The runs that are charged to the same budget ({names}) are added up there." if budgets else ""
+    shared = f" The budget file ({names}) adds up all runs that are charged to it." if budgets else ""
     seen = _not_even_seen(method_of(findings))
     covers = "covers neither" if seen else "does not cover"
-    return f"{first} ε is about {about}. It {covers} other runs on the same data{seen}.{shared}".strip()
+    return f"{first} ε covers {about}. It {covers} other runs on the same data{seen}.{shared}".strip()
 
 
 def _times(count: int) -> str:
@@ -307,14 +306,14 @@ def method_of(report: Any) -> ReleaseWords | None:
     """Return the method of a query run's report; None for a training run.
 
     Args:
-        report: or its findings, of any format.
+        report: a report of any format, or its findings.
     """
     plan = getattr(getattr(report, "checkable", None), "plan", None)
     return release_words()[plan.method] if isinstance(plan, PlanOfQueries) else None
 
 
 def thing_of(report: Any) -> str:
-    """Return the word for what is released: "model", or "release" of a query run, also if a model is part of it."""
+    """Return the word for what is released: "model", or "release" for a query run, even if it includes a model."""
     return "model" if method_of(report) is None else "release"
 
 
@@ -327,7 +326,7 @@ def _what_was_asked(findings: Findings, method: ReleaseWords) -> str:
     after = plan.after if isinstance(plan, PlanOfQueries) else None
     if after is not None:
         words.append(
-            f"It builds on the model of “{after['folder']}”, which was trained on the same people; ε is that of both."
+            f"It builds on the model of “{after['folder']}”, which was trained on the same people; ε covers both."
         )
     if len(definition.public) > 1:
         words.append(f"Taken as public: {'; '.join(definition.public[1:])}.")
@@ -335,7 +334,7 @@ def _what_was_asked(findings: Findings, method: ReleaseWords) -> str:
 
 
 def _when_it_was_asked(findings: Findings) -> str:
-    """Return when the run began, and how many of its answers were charged."""
+    """Return when the run started, and how many of its answers were charged."""
     steps, ended = findings.accounting.steps, findings.checkable.ended
     charged = (
         f"all {steps.planned:,} planned private answers"
@@ -344,19 +343,19 @@ def _when_it_was_asked(findings: Findings) -> str:
     )
     if steps.planned == 1 == steps.charged:
         charged = "its one private answer"
-    words = f"The run began on {day_in_words(findings.checkable.runs[0].started_at)}, and charged {charged}."
+    words = f"The run started on {day_in_words(findings.checkable.runs[0].started_at)} and charged {charged}."
     if ended is None:
         return f"{words} It has not ended, or it crashed."
     return words if steps.charged == steps.planned else f"{words} It ended early ({ended})."
 
 
 def _not_even_seen(method: ReleaseWords | None) -> str:
-    """Return the records that ε does not cover since a model had seen them, as the end of a sentence; may be empty."""
+    """Return the words for records that a model had already seen, which ε does not cover; empty without a model."""
     if method is None:
         return " nor private records that the starting model had already seen"
     return " nor private records that a public model had already seen" if method.has_model else ""
 
 
 def _about_answers(plan: PlanOfQueries) -> str:
-    """Return what ε is about, in the words of the sentence about what it does not cover."""
+    """Return what ε covers."""
     return "this run's answers" if plan.after is None else "this run's answers and the model that it builds on"

@@ -1,6 +1,6 @@
-"""The words of a report that only its field uses, explained for people outside of it.
+"""Explain a report's technical terms to lay readers.
 
-Place in the flow: under `dpllm.report.pages`. The page links the first use of each word to its explanation.
+The page links the first use of each term to its explanation.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ import yaml
 
 
 class Entry(NamedTuple):
-    """A word and its explanation."""
+    """A technical term and its explanation."""
 
     anchor: str
-    """Of the entry on the page."""
+    """Anchor of the entry on the page."""
     term: str
-    """The word."""
+    """The term."""
     words: str
     """Its explanation."""
     pattern: str
-    """Regular expression of its uses on the page."""
+    """Regular expression that matches its uses on the page."""
     of_queries: str | None = ""
-    """Its explanation on the page of a query run, where it is another one; None: it is not there."""
+    """Its explanation on a query run's page; empty: the same; None: that page has no such entry."""
 
 
 @cache
 def glossary(queries: bool = False) -> tuple[Entry, ...]:
-    """Return every entry, in the order in which the page lists them.
+    """Return every entry, in the page's order.
 
     Args:
-        queries: whether the page is that of a query run, which has no words of a training.
+        queries: whether the page is a query run's, which has no terms of training.
     """
     path = importlib.resources.files("dpllm").joinpath("report/templates/glossary.yaml")
     entries = tuple(Entry(**entry) for entry in yaml.safe_load(path.read_text(encoding="utf-8")))
@@ -50,13 +50,13 @@ _NOT_WITHIN = ("a", "h1", "h2", "h3", "style", "title", "svg", "pre", "code")
 
 
 def linked(page: str, entries: Sequence[Entry]) -> str:
-    """Return an HTML page whose first use of each word of the glossary is a link to its entry.
+    """Return an HTML page in which the first use of each term links to its entry in the glossary.
 
-    Words within headings, links, code and pictures stay as they are, and so do those of the glossary itself.
+    Headings, links, code, pictures and the glossary itself are left unchanged.
 
     Args:
-        page: with the glossary as its last section.
-        entries: of its glossary.
+        page: the page, with the glossary as its last section.
+        entries: the entries of its glossary.
 
     >>> linked("<body><h1>δ</h1><p>δ and δ</p></body>", glossary())
     '<body><h1>δ</h1><p><a class="term" href="#g-delta">δ</a> and δ</p></body>'
@@ -74,7 +74,7 @@ def linked(page: str, entries: Sequence[Entry]) -> str:
 
 
 def _linked_in(text: str, waiting: list[Entry]) -> tuple[str, list[Entry]]:
-    """Return a text with the first use of each word that waits for one, and the words that still wait."""
+    """Return a text with links at the first uses of the waiting terms, and the terms that still wait."""
     found = [(match.start(), match.end(), entry) for entry in waiting if (match := re.search(entry.pattern, text))]
     parts, last, used = [], 0, []
     for start, end, entry in sorted(found, key=lambda one: one[:2]):

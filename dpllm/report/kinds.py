@@ -1,7 +1,4 @@
-"""Kinds of values in a privacy report: their ranges, how JSON writes them, and how a schema describes them.
-
-Place in the flow: below `dpllm.report.models`.
-"""
+"""Define the types of values in a privacy report: their ranges, their JSON form and their schemas."""
 
 from __future__ import annotations
 
@@ -31,35 +28,35 @@ from dpllm.mechanism.parts import Spec
 from dpllm.mechanism.selection import Selection
 
 INFINITE = "inf"
-"""The infinite ε in JSON, which has no number for it; in Python it is `math.inf`."""
+"""JSON form of an infinite ε, for which JSON has no number; in Python it is `math.inf`."""
 
 
 class Part(BaseModel):
-    """A part of a report: frozen, and without a key that it does not know."""
+    """A part of a report: frozen, and without unknown keys."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 @dataclass(frozen=True)
 class Shown:
-    """The row of a value on the report's pages: which section has it, and under which label.
+    """The row of a value on the report's pages: its section and its label.
 
-    A key of the report that has one appears on both pages without a line in their templates.
+    A key of the report with a `Shown` appears on both pages without a line in their templates.
     """
 
     section: str
-    """Of `dpllm.report.models.SECTIONS`."""
+    """A key of `dpllm.report.models.SECTIONS`."""
     label: str
     """{step} stands for "step" or "answer", {thing} for "model" or "release", {made} for "trained" or "made"."""
     form: str = ""
-    """The filter of `dpllm.report.pages` that prints it; empty: as it is, and the parts of a list in one line."""
+    """The filter of `dpllm.report.pages` that formats it; empty: unchanged, with the items of a list on one line."""
     if_none: str | None = None
-    """The text for None: what people have not filled in; None: there is no row then."""
+    """The text for a value of None, which people have not filled in; None: the row is omitted."""
 
 
 @dataclass(frozen=True)
 class OneOf:
-    """One of a few values, which another module lists."""
+    """One of a few values, which a different module lists."""
 
     values: Sequence[str | None]
 
@@ -77,7 +74,7 @@ def _write_epsilon(value: float) -> float | str:
 
 
 def _known(make: Callable[[Any], Any]) -> AfterValidator:
-    """Refuse an event, a clipping or a noise that the catalogue of this version does not make of these values."""
+    """Refuse an event, a clipping or a noise that this version's catalogue cannot build from these values."""
 
     def checked(values: Any) -> Any:
         try:

@@ -1,13 +1,13 @@
-"""The model card: the README.md beside a released model, in the Hub's format.
+"""Write the model card: the README.md of a released model, in the Hub's format.
 
-Place in the flow: after the privacy report, from which it takes every sentence and number of the guarantee. The card
-is for whoever meets the model first; the report beside it has the rest.
+The card takes every sentence and number of the guarantee from the privacy report. It is for people who see the model
+for the first time; the report next to it has the details.
 
-What the Hub makes of the metadata: it checks the values of the keys it knows and leaves others alone
-(huggingface_hub's ``ModelCardData`` passes additional keys through; the specification, ``modelcard.md`` in
-huggingface/hub-docs, says which are verified). The guarantee is therefore a block of its own, ``differential_privacy``.
-``model-index`` is for metrics of benchmarks. A ``base_model`` that is no Hub id makes the Hub refuse the whole upload
-(transformers, issue 33922), and a path tells strangers about the machine, so a local model is not named.
+The Hub checks the values of the metadata keys that it knows and ignores the others (huggingface_hub's
+``ModelCardData`` passes additional keys through; the specification, ``modelcard.md`` in huggingface/hub-docs, says
+which are verified). The guarantee is therefore a separate block, ``differential_privacy``; ``model-index`` is for
+benchmark metrics. The Hub refuses a whole upload if ``base_model`` is not a Hub id (transformers, issue 33922), and a
+path reveals details of the machine, so a local base model is not named.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ from dpllm.report.statement import HTML_FILE, JSON_FILE, MARKDOWN_FILE, notes_in
 CARD_FILE = "README.md"
 CARD_TEMPLATE = "model_card.md"
 BLOCK = "differential_privacy"
-"""The block of a card's metadata with the guarantee for programs."""
+"""Key of the metadata block that holds the machine-readable guarantee."""
 TAGS = ("differential-privacy", "dp-sgd", "dpllm")
-"""Tags of a private model; one that is not private has the last alone."""
+"""Tags of a private model; a model that is not private has only the last one."""
 
-# With independent noise; another mechanism is named by its event.
+# With independent noise; the event names any other mechanism.
 _MECHANISM = {
     "unit": "DP-SGD: Gaussian noise on clipped sums over truncated Poisson samples",
-    "example": "DP-SGD: Gaussian noise on sums of singly clipped rows over Poisson samples of rows",
+    "example": "DP-SGD: Gaussian noise on sums of individually clipped rows over Poisson samples of rows",
 }
 _NOT_KEPT = (BLOCK, "model-index", "metrics", "base_model", "base_model_relation", "library_name")
 _BASE_TAG = re.compile(r"base_model:(?:[a-z]+:)?(.+)")
@@ -82,51 +82,50 @@ def write_model_card(
     datasets: Sequence[str] = (),
     ledger: Any = None,
 ) -> Path:
-    """Write the card of a model or a checkpoint into its folder, in place of one that PEFT or the Trainer wrote.
+    """Write the card of a model or a checkpoint into its folder, and replace the card that PEFT or the Trainer wrote.
 
-    Of an earlier card the metadata are kept: its tags, and every key that isn't set here, such as a license, with four
-    exceptions. ``model-index`` and ``metrics`` may come from evaluation on private records, which ε doesn't cover;
-    ``differential_privacy`` is written again; a base model and data sets that are no Hub ids are dropped. Its text is
-    replaced. The report's utility figures and diagnostics are not repeated, for the first reason.
+    The text of an earlier card is replaced. Its metadata are kept: the tags, and every key that is not set here, such
+    as a license, with exceptions. ``model-index`` and ``metrics`` are dropped, since they may come from an evaluation
+    on private records, which ε does not cover; the report's utility figures are not repeated for the same reason.
+    ``differential_privacy`` is written again. A base model and data sets that are not Hub ids are dropped.
 
     Args:
-        folder: holds the model, and already the report, the plan and the ledger.
-        report: as `dpllm.report.statement.privacy_report` returns it.
-        base_model: Hub id or folder of the model that was fine-tuned. A folder, or None: the name that people noted in
-            the report; otherwise, for None, from the earlier card, or unnamed.
-        task: of `dpllm.config.TASKS`; None: another, whose class the configuration names.
-        adapter: whether the folder holds a PEFT adapter rather than a model.
-        num_labels: number of classes; needed for an adapter of a classifier, whose base model has no such head.
-        base_arguments: arguments with which the base model of an adapter is loaded, by name; None: the number of
-            classes.
-        embedding_rows: number of tokens of an adapter's embedding, if tokens were added to the base model.
-        subfolder: the folder of the adapter inside ``folder``; None: it is in ``folder``.
-        loading_class: name of the class of transformers that loads the model, or the base model of an adapter; None:
-            that of the task.
-        own_class: name of the model's class if it is not one of transformers, so that its own code must load it.
-        language: ISO codes; None: those that people noted in the report, or left out.
-        license: the Hub's identifier, or the name of another license; None: as for the language.
-        tags: for the metadata, beside those of dpllm and those of the earlier card.
-        datasets: public data sets for the metadata; a name that is no Hub id is left out.
+        folder: folder with the model, the report, the plan and the ledger.
+        report: the report that `dpllm.report.statement.privacy_report` returns.
+        base_model: Hub id or folder of the model that was fine-tuned. For a folder or None, the name that people noted
+            in the report is used; if there is none, None uses the name in the earlier card.
+        task: a key of `dpllm.config.TASKS`; None: a different task, whose class the configuration names.
+        adapter: whether the folder holds a PEFT adapter instead of a full model.
+        num_labels: number of classes; required for a classifier's adapter, whose base model has no such head.
+        base_arguments: arguments with which an adapter's base model is loaded, by name; None: the number of classes.
+        embedding_rows: number of rows in an adapter's embedding, if tokens were added to the base model.
+        subfolder: the adapter's folder inside ``folder``; None: it is in ``folder``.
+        loading_class: name of the transformers class that loads the model, or an adapter's base model; None: the
+            task's.
+        own_class: name of the model's class if it is not in transformers, so that its own code must load it.
+        language: ISO codes; None: those noted in the report, if any.
+        license: the Hub's identifier, or the name of a different license; None: the one noted in the report, if any.
+        tags: tags for the metadata, in addition to dpllm's and the earlier card's.
+        datasets: public data sets for the metadata; a name that is not a Hub id is omitted.
         ledger: the folder's ledger, if a run has it open (`SharedLedger`). None: opens it.
 
     Returns:
         The path of the card.
 
     Raises:
-        ValueError: an unknown task, a missing number of classes, a missing report, plan or ledger file, or an earlier
-            card whose metadata can't be read.
+        ValueError: the task is unknown, the number of classes, the report, the plan or the ledger is missing, or the
+            earlier card's metadata cannot be read.
     """
     folder = Path(folder)
     if task is not None and task not in TASKS:
-        raise ValueError(f"task={task!r} is none of {', '.join(TASKS)}{nearest(task, TASKS)}; None stands for another")
+        raise ValueError(f"task={task!r} is none of {', '.join(TASKS)}{nearest(task, TASKS)}; use None for any other")
     if adapter and task is not None and TASKS[task].needs_labels and num_labels is None:
-        raise ValueError("the card of a classifier's adapter says how to load it, which takes num_labels: pass it")
+        raise ValueError("num_labels is missing: the card of a classifier's adapter needs it to say how to load it")
     missing = [name for name in _FILES if not (folder / name).is_file()]
     if missing:
         raise ValueError(
-            f"{folder} holds no {', '.join(missing)}, which the model card points to: write the report, the plan and "
-            "the ledger there first"
+            f"{folder} holds no {', '.join(missing)}, which the model card links to. First write the report, the plan "
+            "and the ledger there"
         )
     path = folder / CARD_FILE
     earlier = metadata_in(path)
@@ -158,17 +157,17 @@ def write_model_card(
 
 
 def _ends_in(folder: Path) -> Any:
-    """Return the tokens that end a text, which loading an adapter does not read from its folder; None: unknown."""
+    """Return the end-of-text tokens, which are not loaded with an adapter; None: unknown."""
     path = folder / "generation_config.json"
     return json.loads(path.read_bytes()).get("eos_token_id") if path.is_file() else None
 
 
 def write_release_card(folder: str | Path, report: PrivacyReport) -> Path:
-    """Write the card of a query run into its folder; in place of an earlier one.
+    """Write the card of a query run into its folder, and replace an earlier one.
 
     Args:
-        folder: holds the released files, and already the report, the plan and the ledger.
-        report: as `dpllm.report.statement.privacy_report` returns it.
+        folder: folder with the released files, the report, the plan and the ledger.
+        report: the report that `dpllm.report.statement.privacy_report` returns.
 
     Returns:
         The path of the card.
@@ -186,20 +185,20 @@ def write_release_card(folder: str | Path, report: PrivacyReport) -> Path:
 
 
 def add_notes(folder: str | Path, noted: Mapping[str, Any], write: bool = False) -> PrivacyReport:
-    """Fill in what people, or an audit, know about a run: its report is written again, and the card's open points.
+    """Add notes to a run, and write its report and the card's open points again.
 
     Args:
-        folder: of a run.
-        noted: fields of `dpllm.report.statement.ReleaseNotes`; the others stay as they are. Without any, nothing is
+        folder: the run's folder.
+        noted: fields of `dpllm.report.statement.ReleaseNotes`; the others stay unchanged. Without notes, nothing is
             written, and the folder may be a checkpoint.
-        write: writes the files without a note as well.
+        write: whether to write the files even without a note.
 
     Returns:
         The report.
 
     Raises:
-        ValueError: the folder holds no plan or no ledger, or they don't belong together; or something is to be noted,
-            and the folder is a checkpoint, or a run is writing its ledger.
+        ValueError: the folder holds no plan or no ledger, or they do not belong together; or there are notes and the
+            folder is a checkpoint, or a run is writing its ledger.
     """
     folder = Path(folder)
     plan, contents, notes = _read(folder)
@@ -215,8 +214,8 @@ def add_notes(folder: str | Path, noted: Mapping[str, Any], write: bool = False)
 def _refuse_checkpoint(folder: Path) -> None:
     if (folder / MANIFEST_FILE).is_file():
         raise ValueError(
-            f"{folder} is a checkpoint, and its own copy of the ledger never changes: note facts and settle points in "
-            f"the folder of its run: `dpllm report {folder.parent}`"
+            f"{folder} is a checkpoint, whose copy of the ledger never changes. Note facts and settle points in the "
+            f"run's folder: `dpllm report {folder.parent}`"
         )
 
 
@@ -231,23 +230,22 @@ def _read(folder: Path) -> tuple[PrivacyPlan | QueryPlan, LedgerContents, Releas
 
 
 def settle(folder: str | Path, statements: Mapping[str, str], by: str) -> PrivacyReport:
-    """Write into a run's ledger that people settled open points, and write its report and card again.
+    """Record in a run's ledger that people settled open points, and write its report and card again.
 
-    Guarantee: the ledger has each statement with its author and today's date, and `dpllm verify` holds report and card
-    to it. Only a point that asks people to check something can be settled (`dpllm.report.checklist`).
+    Guarantee: the ledger holds each statement with its author and today's date, and `dpllm verify` compares report and
+    card with it. Only a point that asks people to check something can be settled (`dpllm.report.checklist`).
 
     Args:
-        folder: of the run, or of a model that was made of it.
-        statements: the open points as the report prints them, each with the words of the person who checked it.
+        folder: folder of the run, or of a model that was produced from it.
+        statements: the open points as the report prints them, each with the statement of the person who checked it.
         by: that person.
 
     Returns:
         The report.
 
     Raises:
-        ValueError: a text only takes the place of a person's words; a point is not open, or is not settled by a
-            statement; the folder holds no plan or no ledger, is a checkpoint, whose ledger its manifest names, or a run
-            is writing it.
+        ValueError: a text is a placeholder; a point is not open, or a statement cannot settle it; the folder is a
+            checkpoint, or holds no plan or no ledger; or a run is writing its ledger.
     """
     folder = Path(folder)
     before = add_notes(folder, {})
@@ -261,7 +259,7 @@ def settle(folder: str | Path, statements: Mapping[str, str], by: str) -> Privac
         *(("statement", one) for one in statements.values()),
     ):
         if not words.strip():
-            raise ValueError(f"the {name} is empty: a point is settled by a person's own words")
+            raise ValueError(f"the {name} is empty, but only a person's own words settle a point")
         require_own_words(f"the {name}", words)
     with _rewritten(folder), Ledger.annotate(folder / LEDGER_FILE) as ledger:
         for point, words in statements.items():
@@ -270,14 +268,14 @@ def settle(folder: str | Path, statements: Mapping[str, str], by: str) -> Privac
 
 
 def add_audit(folder: str | Path, file: str, summary: str) -> None:
-    """Write an audit's verdict into the ledger of a run's folder, and its report and card again.
+    """Record an audit's verdict in a run's ledger, and write its report and card again.
 
-    Nothing is written into a checkpoint, whose manifest names its copy of the ledger: the verdict stays in the audit's
-    own file there.
+    Nothing is written into a checkpoint, because its manifest fixes its copy of the ledger: there, the verdict stays in
+    the audit's own file.
 
     Args:
-        folder: of the run.
-        file: name of the audit's results in it.
+        folder: the run's folder.
+        file: name of the file in it with the audit's results.
         summary: the verdict, as the report shows it.
 
     Raises:
@@ -292,10 +290,10 @@ def add_audit(folder: str | Path, file: str, summary: str) -> None:
 
 
 def add_disclosure(folder: str | Path, what: str) -> None:
-    """Write into a run's ledger that a result exists that ε does not cover, and write its report and card again.
+    """Record in a run's ledger a result that ε does not cover, and write its report and card again.
 
     Args:
-        folder: of a run that has ended.
+        folder: folder of a run that has ended.
         what: the result, in the report's words.
 
     Raises:
@@ -307,14 +305,14 @@ def add_disclosure(folder: str | Path, what: str) -> None:
 
 
 def adopt_run(folder: str | Path) -> int:
-    """Adopt the copy of a run's folder (see `run_folder.adopt`), and write its report and card again if it has them.
+    """Adopt a copy of a run's folder (see `run_folder.adopt`), and write its report and card again if it has them.
 
     Returns:
         The steps that its ledger charges.
 
     Raises:
-        ValueError: as `dpllm.privacy.run_folder.adopt`; or the folder has a report and no plan, or its report is
-            damaged. Nothing is adopted then.
+        ValueError: as for `dpllm.privacy.run_folder.adopt`; or the folder has a report but no plan, or its report is
+            damaged. Nothing is adopted in this case.
     """
     folder = Path(folder)
     with _rewritten(folder) if _has_report(folder) else contextlib.nullcontext():
@@ -322,11 +320,11 @@ def adopt_run(folder: str | Path) -> int:
 
 
 def note_selected(folder: str | Path, candidate: str) -> None:
-    """Write into a run's ledger that a private tuning selected it, and write its report and card again.
+    """Record in a run's ledger that a private tuning selected it, and write its report and card again.
 
     Args:
-        folder: of the run.
-        candidate: the values of the selected candidate, for the report.
+        folder: the run's folder.
+        candidate: the selected candidate's values, for the report.
 
     Raises:
         ValueError: the ledger is damaged, or a run is writing it.
@@ -339,12 +337,12 @@ def note_selected(folder: str | Path, candidate: str) -> None:
 def add_released(
     folder: str | Path, releases: Mapping[str, Mapping[str, Mapping[str, Any]]], ledger: Any = None
 ) -> None:
-    """Write into a run's ledger the files of a model that was made of it, and write its report and card again.
+    """Record in a run's ledger the files of a model that was produced from it, and write its report and card again.
 
     Args:
-        folder: of the run.
-        releases: for each folder of a model, by name: its files, each with size and hash.
-        ledger: of a run whose ledger is open (`SharedLedger`), on its first process. None: opens the folder's.
+        folder: the run's folder.
+        releases: for each model folder, by name: its files, each with size and hash.
+        ledger: the folder's ledger, if a run has it open (`SharedLedger`, on its first process). None: opens it.
 
     Raises:
         ValueError: the ledger is damaged, or a run is writing it.
@@ -357,21 +355,21 @@ def add_released(
 
 
 def settle_run(path: str | Path, folder: str | Path, independent: bool = False) -> int:
-    """Settle a run that crashed (see `settle_crashed`), and write its report and card again if it has them.
+    """Settle a crashed run (see `settle_crashed`), and write its report and card again if it has them.
 
-    Guarantee: where the stop is declared independent, budget, ledger, report and card speak of the same steps.
+    Guarantee: if the stop is declared independent, budget, ledger, report and card count the same steps.
 
     Args:
         path: the budget file.
-        folder: output folder of the run.
+        folder: the run's output folder.
         independent: declares that the crash depended neither on the private data nor on what the run released.
 
     Returns:
         The steps that its ledger charges.
 
     Raises:
-        ValueError: as `settle_crashed`; or the folder has a report and no plan, or its report is damaged. Nothing is
-            settled then.
+        ValueError: as for `settle_crashed`; or the folder has a report but no plan, or its report is damaged. Nothing
+            is settled in this case.
     """
     folder = Path(folder)
     with _rewritten(folder) if independent and _has_report(folder) else contextlib.nullcontext():
@@ -384,7 +382,7 @@ def _has_report(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def _rewritten(folder: Path, ledger: Any = None) -> Iterator[None]:
-    """Write report and card again after the block has added lines to the ledger, which a run may have open."""
+    """Write report and card again after the block has appended to the ledger, which a run may have open."""
     shown = _as_recorded(folder)
     yield
     plan, contents = load_plan(folder / PLAN_FILE), read_ledger(folder / LEDGER_FILE)
@@ -392,20 +390,20 @@ def _rewritten(folder: Path, ledger: Any = None) -> Iterator[None]:
 
 
 def _as_recorded(folder: Path) -> PrivacyReport:
-    """Return the report whose card is in a folder."""
+    """Return the report that a folder's card describes."""
     return privacy_report(*_read(folder))
 
 
 def renew_card(folder: str | Path, before: PrivacyReport, after: PrivacyReport, ledger: Any = None) -> None:
-    """Put the guarantee, the open points and the notes of another report into the card, if there is a card.
+    """Update the guarantee, the open points and the notes in the card, if there is a card.
 
-    The rest of the card stays as it is, also what people wrote. The ledger then gets no hash of it: `dpllm verify` must
-    not take their words for dpllm's.
+    The rest of the card stays unchanged. If people edited it, its hash is not recorded in the ledger, since `dpllm
+    verify` must not mistake their words for dpllm's.
 
     Args:
-        folder: of a run.
-        before: the report whose card it is.
-        after: the report as it is now.
+        folder: the run's folder.
+        before: the report from which the card was written.
+        after: the current report.
         ledger: the folder's ledger, if a run has it open (`SharedLedger`). None: opens it.
     """
     path = Path(folder) / CARD_FILE
@@ -421,11 +419,11 @@ def renew_card(folder: str | Path, before: PrivacyReport, after: PrivacyReport, 
 
 
 def _renewed(card: str, before: PrivacyReport, after: PrivacyReport) -> str:
-    """Return the text of a card with the guarantee of another report; the rest stays."""
+    """Return the text of a card with the guarantee of a new report; the rest stays unchanged."""
     for name in ("guarantee", "not_covered", "check_it"):
         card = card.replace(_part(name, before), _part(name, after), 1)
     old, new = _part("open_points", before), _part("open_points", after)
-    where = f"{old}\n\n" if old else f"{_PRIVACY_HEADING}\n\n"  # which follows them
+    where = f"{old}\n\n" if old else f"{_PRIVACY_HEADING}\n\n"  # the heading that follows them
     if old != new:
         card = card.replace(where, (f"{new}\n\n" if new else "") + ("" if old else where), 1)
     card = card.replace(before.checkable.ledger_sha256, after.checkable.ledger_sha256)
@@ -439,43 +437,47 @@ def _renewed(card: str, before: PrivacyReport, after: PrivacyReport) -> str:
 
 
 def _noted_metadata(report: PrivacyReport) -> dict[str, Any]:
-    """Return the metadata that follow from what people noted."""
+    """Return the metadata that come from people's notes."""
     languages = {"language": list(report.noted.language)} if report.noted.language else {}
     return {**languages, **license_metadata(report.noted.license)}
 
 
 def has_card(folder: str | Path) -> bool:
-    """Return whether a folder has a model card that dpllm wrote, which it may write again."""
+    """Return whether a folder has a model card that dpllm wrote and may therefore overwrite."""
     path = Path(folder) / CARD_FILE
     try:
         return path.is_file() and BLOCK in metadata_in(path)
-    except ValueError:  # not readable as a card, so not ours
+    except ValueError:  # not a readable card, so dpllm did not write it
         return False
 
 
 def keep_own_card(folder: str | Path) -> Path | None:
-    """Move a README.md that a person wrote out of the way of the model card; for one process, before a model is saved.
+    """Copy a README.md that a person wrote before the model card replaces it. Call it in one process before saving.
 
-    A card that dpllm wrote is left in place: the next one replaces it.
+    A card that dpllm wrote is not copied.
 
     Args:
-        folder: that a model is going to be saved into.
+        folder: the folder into which a model will be saved.
 
     Returns:
-        The new path, ``README.own.md`` or with the first free number; None where there was nothing to keep.
+        The copy's path, ``README.own.md`` or with the first free number; None if there was nothing to copy.
     """
     path = Path(folder) / CARD_FILE
     if not path.is_file() or has_card(folder):
         return None
     names = ("README.own.md", *(f"README.own.{number}.md" for number in range(2, 10_000)))
     kept = next(path.with_name(name) for name in names if not path.with_name(name).exists())
-    # A copy, so that the metadata of a prepared card (a license, a language) still find their way into the model's.
+    # A copy, so that the metadata of a prepared card (a license, a language) are still used for the model's card.
     shutil.copyfile(path, kept)
     return kept
 
 
 def metadata_in(path: Path) -> dict[str, Any]:
-    """Return the metadata of an earlier card; nothing where there is none."""
+    """Return the metadata of an earlier card; empty if there is none.
+
+    Raises:
+        ValueError: the metadata cannot be read.
+    """
     if not path.is_file():
         return {}
     text = path.read_text(encoding="utf-8-sig")
@@ -485,12 +487,12 @@ def metadata_in(path: Path) -> dict[str, Any]:
         metadata = ModelCard(text, ignore_metadata_errors=True).data.to_dict()
     except (ValueError, TypeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"the metadata of {path} cannot be read ({reason}): mend or delete that file") from error
+        raise ValueError(f"the metadata of {path} cannot be read ({reason}). Fix or delete that file") from error
     return metadata
 
 
 def hub_id(name: Any) -> str | None:
-    """Return a name if it is one that the Hub could know; None for a folder and for anything else."""
+    """Return a name if it could be a Hub id; None for a folder and for anything else."""
     if not isinstance(name, str) or not name or Path(name).exists():
         return None
     try:
@@ -527,9 +529,9 @@ def _metadata(
 
 
 def _tags(earlier: Any, private: bool) -> list[str]:
-    """Return ours and the earlier ones, without those that name a base model by a folder.
+    """Return dpllm's tags and the earlier ones, except tags that name a base model by its folder.
 
-    A model that is not private doesn't turn up where people look for private ones.
+    A model that is not private gets no tag by which people search for private models.
     """
     tags = [earlier] if isinstance(earlier, str) else list(earlier or ())
     named = {tag: _BASE_TAG.fullmatch(tag) for tag in tags if isinstance(tag, str) and tag not in TAGS}
@@ -538,7 +540,7 @@ def _tags(earlier: Any, private: bool) -> list[str]:
 
 
 def privacy_metadata(report: PrivacyReport) -> dict[str, Any]:
-    """Return the guarantee for programs; a run that is not private has an infinite ε, whatever would hold otherwise."""
+    """Return the machine-readable guarantee; ε is infinite for every run that is not private."""
     statement, accounting, plan = report.statement, report.accounting, report.checkable.plan
 
     def number(value: float) -> float | str:
@@ -560,13 +562,13 @@ def privacy_metadata(report: PrivacyReport) -> dict[str, Any]:
 
 
 def _of_answers(report: PrivacyReport, plan: PlanOfQueries) -> tuple[str, dict[str, Any]]:
-    """Return the mechanism of a query run, and its numbers."""
+    """Return a query run's mechanism and its parameters."""
     together = {} if plan.after is None else {"together_with_the_model_of": plan.after["folder"]}
     return f"{plan.method}: {report.accounting.event}", {"num_answers": report.accounting.steps.stated, **together}
 
 
 def _of_training(report: PrivacyReport, plan: Plan) -> tuple[str, dict[str, Any]]:
-    """Return the mechanism of a training, and its numbers."""
+    """Return a training run's mechanism and its parameters."""
     by_event = plan.noise != "independent" or plan.randomness == "discrete"
     rate = "sampling_rate" if is_sampled(report.checkable) else "share_of_units_in_a_step"
     return report.accounting.event if by_event else _MECHANISM[plan.sampling], {
@@ -579,10 +581,10 @@ def _of_training(report: PrivacyReport, plan: Plan) -> tuple[str, dict[str, Any]
 
 
 def _rounds(report: PrivacyReport, plan: Plan) -> dict[str, Any]:
-    """Return the options of correlated noise, and the numbers from which ε is recomputed: of rounds, not of steps.
+    """Return the options of correlated noise, and the parameters that recompute ε, for rounds instead of steps.
 
-    The noise multiplier of a round is given where it is not that of a step: if a run with BLT noise was resumed, its
-    starts together cost one round with less noise.
+    A round's noise multiplier is included if it differs from a step's: after a resume with BLT noise, all starts
+    together cost one round with less noise.
     """
     options = {} if isinstance(plan.noise, str) else {name: at for name, at in plan.noise.items() if name != "kind"}
     if report.checkable.recompute_from_the_numbers is None:
@@ -604,26 +606,26 @@ def _rounds(report: PrivacyReport, plan: Plan) -> dict[str, Any]:
 
 
 def guarantee_section(report: PrivacyReport) -> list[str]:
-    """Return the blocks of Markdown that state the guarantee, and what it doesn't cover."""
+    """Return the Markdown blocks that state the guarantee and what it does not cover."""
     return [block for name in ("guarantee", "not_covered") for block in _part(name, report).strip().split("\n\n")]
 
 
 def points_listed(report: PrivacyReport) -> list[str]:
-    """Return the points that a card must list, in its words: those that are open, and those that people settled."""
+    """Return the points that a card must list, as it words them: those that are open, and those that people settled."""
     lines = _part("open_points", report).split("\n")
     return [line.removeprefix("- ") for line in lines if line.startswith("- ")]
 
 
 def _part(name: str, report: PrivacyReport, **context: Any) -> str:
-    """Return a part of the card; the names are those of the blocks in its template."""
+    """Return a part of the card, by the name of its block in the template."""
     return part(CARD_TEMPLATE, name, report=report, **context)
 
 
 def own_lines(report: PrivacyReport, base: Any = None) -> set[str]:
-    """Return every line that dpllm writes into the card of a report, whatever the model's kind.
+    """Return every line that dpllm may write into a report's card, for any kind of model.
 
     Args:
-        report: as `dpllm.report.statement.privacy_report` returns it.
+        report: the report that `dpllm.report.statement.privacy_report` returns.
         base: Hub id of the base model, as the card names it.
     """
     names = ("open_points", "guarantee", "not_covered", "check_it", *(("use",) if method_of(report) else ()))

@@ -1,8 +1,8 @@
-"""The privacy report as typed values: every key of its JSON, and what each means.
+"""Define the privacy report as typed values: every key of its JSON and its meaning.
 
-Place in the flow: below everything else of the report. `dpllm.report.statement` fills these models in; the JSON file,
-its schema, the Markdown and HTML pages and the model card are made from them. A key that they do not know, or a value
-out of range, is refused: a report that was forged or that a later version wrote is never half understood.
+`dpllm.report.statement` fills these models in. The JSON file, its schema, the Markdown and HTML pages and the model
+card are written from them. An unknown key or a value out of range is refused, so a forged report or a later version's
+report is never read partially.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ SECTIONS: Final = {
     "checklist": "Checklist",
     "glossary": "Glossary",
 }
-"""Sections of the page after the first screen: anchor and title, in their order."""
+"""Sections of the page after the first screen: title by anchor, in the page's order."""
 
 
 _MONTHS = (
@@ -74,7 +74,7 @@ _MONTHS = (
 
 
 def day_in_words(text: str) -> str:
-    """Return a date in words; a text that is no date as it is.
+    """Return a date in words; a text that is not a date is returned unchanged.
 
     >>> day_in_words("2026-11-23T14:29:00+00:00"), day_in_words("now")
     ('23 November 2026', 'now')
@@ -87,7 +87,7 @@ def day_in_words(text: str) -> str:
 
 
 class Noted(Part):
-    """Facts that only people know, beside those of the setting and the definition."""
+    """Facts that only people know, in addition to those in the setting and the definition."""
 
     trained_by: Annotated[str | None, Shown("setting", "Who {made} the {thing}", if_none=NO_TRAINER)] = Field(
         description="Who trained the model; null: not noted."
@@ -95,7 +95,7 @@ class Noted(Part):
     base_model: str | None = Field(description="Name of the model that was fine-tuned; null: not noted.")
     license: str | None = Field(description="License of the released model; null: not noted.")
     language: tuple[str, ...] = Field(description="Languages of the model, as ISO codes; empty: not noted.")
-    dataset: str | None = Field(description="Public name of the data set, where the plan has none; null: not noted.")
+    dataset: str | None = Field(description="Public name of the data set, if the plan has none; null: not noted.")
     preprocessing: Annotated[str | None, Shown("definition", "Computed from the records before the run")] = Field(
         description="Numbers, names or settings that were computed from the records before the run; null: not noted."
     )
@@ -112,43 +112,43 @@ class Odds(Part):
 
 
 class Front(Part):
-    """The first screen: what happened, in sentences. Numbers are rounded to two figures, to the safe side."""
+    """The first screen: what happened, in sentences. Numbers are rounded to two digits, in the safe direction."""
 
-    alert: str = Field(description="Whether the model may not be released yet, in one line; empty: no point is open.")
+    alert: str = Field(description="Why the model should not be released yet, in one line; empty: no point is open.")
     what: str = Field(description="What was trained on what.")
     who: str = Field(description="Who trained it, who holds the data, who gets the model.")
     when: str = Field(description="When, and how many steps.")
     protected: str = Field(description="The protected unit.")
-    odds: str = Field(description="The odds of an attacker, in one sentence; or why there is no guarantee.")
-    table: tuple[Odds, ...] = Field(description="A few bounds; empty where there is no guarantee.")
-    numbers: str = Field(description="ε and δ behind the odds, and how strong they are; empty without odds.")
+    odds: str = Field(description="An attacker's odds, in one sentence; or why there is no guarantee.")
+    table: tuple[Odds, ...] = Field(description="A few bounds; empty if there is no guarantee.")
+    numbers: str = Field(description="ε and δ behind the odds, and how strong they are; empty if there are no odds.")
     not_covered: str = Field(description="What is not covered.")
     to_do: str = Field(description="How many points are open.")
 
 
 class Settled(Part):
-    """An open point that people settled, as the ledger has it."""
+    """An open point that people settled, as recorded in the ledger."""
 
     point: str = Field(description="The point.")
     answer: str = Field(description="What was checked.")
     by: str = Field(description="Who checked it.")
-    at: str = Field(description="When it was written into the ledger, in UTC (ISO 8601).")
+    at: str = Field(description="Time at which it was written into the ledger, in UTC (ISO 8601).")
 
     @property
     def in_words(self) -> str:
-        """The statement for people, with its date and its author."""
+        """The statement in words, with its date and its author."""
         return f"{self.answer} (settled on {day_in_words(self.at)} by {self.by})"
 
 
 class KeptFiles(Part):
-    """Files of a run's folder that are not for release."""
+    """Files of a run's folder that must not be released."""
 
     files: str = Field(description="Which files.")
-    why: str = Field(description="Why they are not for release.")
+    why: str = Field(description="Why they must not be released.")
 
 
 class Line(Part):
-    """A line that every report must answer (Ponomareva et al., JAIR 2023)."""
+    """A question that every report must answer (Ponomareva et al., JAIR 2023)."""
 
     section: Annotated[str, OneOf(tuple(SECTIONS))] = Field(description="Which section of the page answers it.")
     question: str = Field(description="The question.")
@@ -159,16 +159,16 @@ Value = str | bool | int | float
 
 
 class DrawNumbers(Part):
-    """The numbers of a draw, which the plan and the parameters of the mechanism share."""
+    """The parameters of a draw, which the plan and the mechanism's parameters share."""
 
-    sampling: Sampling = Field(description="Unit of a draw: units, or rows.")
+    sampling: Sampling = Field(description="What a step draws: units or rows.")
     num_units: AtLeastOne = Field(description="N, the number of units; public.")
     num_examples: AtLeastOne | None = Field(
-        description="Rows there are to draw, with example-level sampling; null otherwise."
+        description="Number of rows to draw from, with example-level sampling; null otherwise."
     )
-    sampling_rate: Rate = Field(description="q, the share of units, or of rows, that a step draws on average.")
-    expected_batch_size: AtLeastOne = Field(description="b, which the noisy sum is divided by.")
-    max_batch_size: AtLeastOne = Field(description="B_max, the most that a step draws.")
+    sampling_rate: Rate = Field(description="q, the share of units or of rows that a step draws on average.")
+    expected_batch_size: AtLeastOne = Field(description="b, by which the noisy sum is divided.")
+    max_batch_size: AtLeastOne = Field(description="B_max, the largest number that a step draws.")
 
 
 class ProtectedUnit(Part):
@@ -177,53 +177,53 @@ class ProtectedUnit(Part):
     unit: Unit = Field(description="Unit of privacy.")
     adjacency: Adjacency = Field(description="Adjacency of the headline ε.")
     max_rows_per_unit: AtLeastOne | None = Field(
-        description="k, rows of one user that may be used; null at sequence level."
+        description="k, the largest number of rows used per user; null at sequence level."
     )
-    unit_column: str | None = Field(description="Column of the user's id; null at sequence level.")
+    unit_column: str | None = Field(description="Column with the user's id; null at sequence level.")
     rows_kept: RowsKept = Field(description="Which k rows of a user with more were kept; null at sequence level.")
     dataset: str | None = Field(description="Public name of the data set.")
 
 
 class Plan(DrawNumbers, ProtectedUnit):
-    """Every number that the guarantee rests on, fixed before the run."""
+    """Every number that the guarantee depends on, fixed before the run."""
 
-    clip_norm: Positive = Field(description="C, in units of the gradient.")
-    noise_multiplier: NotNegative = Field(description="σ, without unit.")
-    seeded: bool = Field(description="Whether sampling and noise come from a fixed seed; then nothing is private.")
-    num_steps: AtLeastOne = Field(description="T, the steps planned.")
+    clip_norm: Positive = Field(description="C, in the gradient's units.")
+    noise_multiplier: NotNegative = Field(description="σ, dimensionless.")
+    seeded: bool = Field(description="Whether sampling and noise come from a fixed seed; if so, nothing is private.")
+    num_steps: AtLeastOne = Field(description="T, the planned number of steps.")
     num_steps_wanted: AtLeastOne | None = Field(
-        description="Steps asked for where the budget allows fewer; null otherwise."
+        description="Requested number of steps, if the budget allows fewer; null otherwise."
     )
     delta: Probability = Field(description="δ.")
     target_epsilon: Annotated[Positive | None, Shown("accounting", "The ε that the run may cost", "number")] = Field(
-        description="The ε that the run may cost; null when none was given."
+        description="The ε that the run may cost; null: none was given."
     )
     format: Literal[1] = Field(description="Format of the plan.")
     clipping: ClippingSpec = Field(description="How a contribution is bounded.")
     noise: NoiseSpec = Field(description="Whether and how the noise of the steps is correlated.")
     randomness: Annotated[str, OneOf(RANDOMNESS)] = Field(description="Generator of the noise.")
     selection: SelectionSpec | None = Field(
-        description="Distribution of the number of runs of which only the best is released; null for a single run."
+        description="Distribution of the number of runs, of which only the best is released; null for a single run."
     )
 
 
 class PlanOfQueries(ProtectedUnit):
-    """The plan of a query run: a private release that is no training run."""
+    """The plan of a query run: a private release without a private training run."""
 
     format: Literal[1] = Field(description="Format of the plan.")
     method: Annotated[str, AfterValidator(require_release)] = Field(description="The method of the release.")
     num_units: AtLeastOne = Field(description="N, the number of units; public.")
     charges: tuple[dict[str, JsonValue], ...] = Field(
-        description="All that the run may charge: name, event and its number."
+        description="Everything that the run may charge: name, event and count."
     )
-    settings: dict[str, Value] = Field(description="Public settings on which sensitivity and events rest.")
+    settings: dict[str, Value] = Field(description="Public settings that determine sensitivity and events.")
     delta: Probability = Field(description="δ.")
     target_epsilon: Annotated[Positive | None, Shown("accounting", "The ε that the run may cost", "number")] = Field(
-        description="The ε that the run may cost; null when none was given."
+        description="The ε that the run may cost; null: none was given."
     )
     randomness: Literal["os", "discrete"] = Field(description="Generator of the noise.")
     after: dict[str, JsonValue] | None = Field(
-        description="The released training run on which this one builds, with its history; ε is that of both."
+        description="The released training run on which this one builds, with its history; ε covers both."
     )
 
     @property
@@ -250,22 +250,26 @@ class Answers(Part):
     """One kind of private answer of a query run."""
 
     name: str = Field(description="Its name.")
-    planned: AtLeastOne = Field(description="How often it is charged at most.")
-    charged: Count = Field(description="How often it was charged.")
-    accounted_as: str = Field(description="The accounting of one answer, with its source.")
+    planned: AtLeastOne = Field(description="Largest number of times it may be charged.")
+    charged: Count = Field(description="Number of times it was charged.")
+    accounted_as: str = Field(description="How one answer is accounted for, with the source.")
 
 
 class QueryParameters(Part):
     """Every parameter of a query run."""
 
     num_units: AtLeastOne = Field(description="N, the number of units; public.")
-    num_steps_planned: Count = Field(description="Answers planned; 0 for texts of a model without counts.")
-    num_steps_charged: Count = Field(description="Answers charged.")
+    num_steps_planned: Count = Field(description="Planned answers; 0 for a model's texts without counts.")
+    num_steps_charged: Count = Field(description="Charged answers.")
     answers: tuple[Answers, ...] = Field(description="Each kind of private answer.")
-    settings: dict[str, Value] = Field(description="Public settings on which sensitivity and events rest.")
-    after: str | None = Field(description="The released training run on which this one builds, and its cost alone.")
-    why_this_delta: str = Field(description="Why this δ.")
-    max_rows_per_unit: AtLeastOne | None = Field(description="k, the most rows of one user; null at sequence level.")
+    settings: dict[str, Value] = Field(description="Public settings that determine sensitivity and events.")
+    after: str | None = Field(
+        description="The released training run on which this one builds, and the cost of that run."
+    )
+    why_this_delta: str = Field(description="Why this δ was chosen.")
+    max_rows_per_unit: AtLeastOne | None = Field(
+        description="k, the largest number of rows used per user; null at sequence level."
+    )
     rows_kept: RowsKept = Field(description="Which rows of a user with more were kept; null at sequence level.")
 
 
@@ -281,9 +285,9 @@ class EpsilonByAdjacency(_ByAdjacency):
     """ε under each adjacency."""
 
     zero_out: Epsilon = Field(
-        description="Under zero-out: a unit's contribution is replaced by nothing, the public number of units stays."
+        description="Under zero-out: one unit contributes nothing, and the public number of units is unchanged."
     )
-    replace_one: Epsilon = Field(description="Under replace-one: a unit is replaced by another.")
+    replace_one: Epsilon = Field(description="Under replace-one: a different unit replaces one unit.")
 
     def of(self, adjacency: str) -> float:
         """Return ε under "zero-out" or "replace-one"."""
@@ -293,8 +297,8 @@ class EpsilonByAdjacency(_ByAdjacency):
 class Statement(Part):
     """The guarantee in one place."""
 
-    private: bool = Field(description="Whether there is a guarantee: finite ε, and no fixed seed.")
-    words: str = Field(description="The guarantee in plain words, numbers rounded up.")
+    private: bool = Field(description="Whether there is a guarantee: a finite ε and no fixed seed.")
+    words: str = Field(description="The guarantee in plain words, with numbers rounded up.")
     epsilon: Epsilon = Field(description="ε of the headline.")
     delta: Probability = Field(description="δ of the headline.")
     adjacency: Adjacency = Field(description="The headline's neighbouring data sets.")
@@ -318,7 +322,7 @@ class WrittenOut(Part):
     """A result that depends on the private data and was written out."""
 
     what: str = Field(description="What was written out.")
-    count: AtLeastOne = Field(description="How often.")
+    count: AtLeastOne = Field(description="Number of times.")
 
 
 class NeverCovered(Part):
@@ -329,16 +333,16 @@ class NeverCovered(Part):
 
 
 class Fact(Part):
-    """A fact of the run that it noted in its ledger."""
+    """A fact that the run recorded in its ledger."""
 
     name: str = Field(description="Its name.")
     values: tuple[str | int | float, ...] = Field(
-        min_length=1, description="Its distinct values, in the order in which they were noted."
+        min_length=1, description="Its distinct values, in the order in which they were recorded."
     )
 
     @property
     def in_words(self) -> str:
-        """The values for people, in their order."""
+        """The values in words, in their order."""
         return ", then ".join(f"{value:.6g}" if isinstance(value, float) else str(value) for value in self.values)
 
 
@@ -353,7 +357,7 @@ class Definition(Part):
         description="Which data sets are neighbours."
     )
     mechanism: Annotated[str, Shown("accounting", "Mechanism")] = Field(
-        description="What one step does, with all its parameters."
+        description="Description of one step, with all its parameters."
     )
     public: Annotated[tuple[str, ...], Shown("definition", "Taken as public")] = Field(
         description="What is taken as public."
@@ -368,36 +372,36 @@ class Definition(Part):
         Field(description="What may be released.")
     )
     written_out_and_not_covered: tuple[WrittenOut, ...] = Field(
-        description="What the run wrote out although it depends on the private data."
+        description="Results that the run wrote out and that depend on the private data."
     )
     never_covered: tuple[NeverCovered, ...] = Field(description="What ε never covers.")
-    facts: tuple[Fact, ...] = Field(description="Facts of the run that it noted in its ledger.")
+    facts: tuple[Fact, ...] = Field(description="Facts that the run recorded in its ledger.")
 
 
 class BudgetEntry(Part):
     """An entry in the budget file of a data set."""
 
-    file: str = Field(description="Name of the file, without folder.")
+    file: str = Field(description="Name of the file, without its folder.")
     entry: str = Field(description="Id of the entry.")
 
     @property
     def in_words(self) -> str:
-        """The entry for people."""
+        """The entry in words."""
         return f"entry {self.entry} of {self.file}"
 
 
 class CrossCheck(Part):
-    """ε by another accountant."""
+    """ε by a different accountant."""
 
-    name: str = Field(description="Which.")
-    epsilon: Epsilon | None = Field(description="Its ε; null where it does not apply.")
+    name: str = Field(description="Name of the accountant.")
+    epsilon: Epsilon | None = Field(description="Its ε; null if it does not apply.")
     must_agree: bool = Field(
-        description="Whether it must agree with ours within 1 %; false: an upper bound that is looser by nature."
+        description="Whether it must agree with ours within 1 %; false: it is always a looser upper bound."
     )
     pld_of_the_same_steps: Epsilon | None = Field(
-        description="The ε of this report's accountant that it is held against; null where it does not apply."
+        description="The ε of this report's accountant with which it is compared; null if it does not apply."
     )
-    note: str = Field(description="What it is and what it leaves out.")
+    note: str = Field(description="What it computes and what it omits.")
 
 
 class CurveRow(_ByAdjacency):
@@ -409,40 +413,42 @@ class CurveRow(_ByAdjacency):
 
 
 class Steps(Part):
-    """How many steps, and why no more."""
+    """The numbers of steps, and why there were no more."""
 
-    wanted: Count = Field(description="Steps asked for; 0 for a data set from a model that asks nothing more.")
-    planned: Count = Field(description="Steps planned; fewer than wanted where the budget allows fewer.")
+    wanted: Count = Field(description="Requested steps; 0 for a data set from a model without further queries.")
+    planned: Count = Field(description="Planned steps; fewer than requested if the budget allows fewer.")
     charged: Count = Field(description="Steps taken and charged.")
     stated: Count = Field(
-        description="Steps whose ε is stated: those charged, or all planned ones where the run stopped before them."
+        description="Steps whose ε is stated: those charged, or all planned ones if the run stopped early."
     )
-    torn_by_a_crash: Count = Field(description="Of those, steps whose line in the ledger a crash left incomplete.")
+    torn_by_a_crash: Count = Field(description="Charged steps whose line in the ledger a crash left incomplete.")
     words: str = Field(description="The same in words, and why the run ended.")
 
     @property
     def in_words(self) -> str:
-        """The same for people."""
+        """The same in words."""
         return self.words
 
 
 class Parameters(DrawNumbers):
     """Every parameter of the mechanism."""
 
-    num_steps_planned: AtLeastOne = Field(description="T, the steps planned.")
-    num_steps_charged: Count = Field(description="T, the steps taken.")
+    num_steps_planned: AtLeastOne = Field(description="T, the planned number of steps.")
+    num_steps_charged: Count = Field(description="T, the number of steps taken.")
     noise_multiplier: NotNegative = Field(description="σ, the noise multiplier.")
     clip_norm: Positive = Field(description="C, the clip norm.")
     noise_stddev: NotNegative = Field(
-        description="Standard deviation of the noise; σC, or σ_g C where the clip threshold adapts."
+        description="Standard deviation of the noise; σC, or σ_g C if the clip threshold adapts."
     )
-    why_this_delta: str = Field(description="Why this δ.")
-    max_rows_per_unit: AtLeastOne | None = Field(description="k, the most rows of one user; null at sequence level.")
+    why_this_delta: str = Field(description="Why this δ was chosen.")
+    max_rows_per_unit: AtLeastOne | None = Field(
+        description="k, the largest number of rows used per user; null at sequence level."
+    )
     rows_kept: RowsKept = Field(description="Which rows of a user with more were kept; null at sequence level.")
 
 
 class Assumption(Part):
-    """One thing that the numbers rest on."""
+    """One assumption behind the numbers."""
 
     assumption: str = Field(description="What is assumed.")
     how_ensured: str = Field(description="How this run ensured it.")
@@ -453,7 +459,7 @@ class Accountant(Part):
 
     kind: Annotated[str, Shown("accounting", "Kind")] = Field(description="Kind of accounting.")
     event: Annotated[str, Shown("accounting", "Event of one {step}")] = Field(
-        description="The privacy event that one step is accounted as, with its source."
+        description="The privacy event as which one step is accounted for, with its source."
     )
     tool: Annotated[str, Shown("accounting", "Library")] = Field(description="Library behind the numbers.")
     tool_version: Annotated[str, Shown("accounting", "Version of the library")] = Field(description="Its version.")
@@ -472,23 +478,25 @@ class Accounting(Accountant):
     """How the numbers were computed."""
 
     budget: Annotated[tuple[BudgetEntry, ...], Shown("accounting", "Charged to the budget of the data set")] = Field(
-        description="Budgets of the data set that the runs were charged to, each once."
+        description="The data set's budgets to which the runs were charged, each once."
     )
     cross_checks: tuple[CrossCheck, ...] = Field(description="ε by other accountants, under zero-out.")
     zcdp_rho: Annotated[Epsilon, Shown("accounting", "ρ-zCDP, without the gain from sampling", "rho")] = Field(
         description="ρ of zero-concentrated privacy under zero-out, without the gain from sampling."
     )
     curve: tuple[CurveRow, ...] = Field(description="ε at a few smaller δ.")
-    steps: Annotated[Steps, Shown("accounting", "{Step}s")] = Field(description="How many steps, and why no more.")
+    steps: Annotated[Steps, Shown("accounting", "{Step}s")] = Field(
+        description="The numbers of steps, and why there were no more."
+    )
     parameters: Annotated[
         Annotated[Parameters, Tag("steps")] | Annotated[QueryParameters, Tag("queries")],
         Discriminator(_kind_of_parameters),
     ] = Field(description="Every parameter of the mechanism.")
-    assumptions: tuple[Assumption, ...] = Field(min_length=1, description="What the numbers rest on.")
+    assumptions: tuple[Assumption, ...] = Field(min_length=1, description="The assumptions behind the numbers.")
 
 
 class Strength(Part):
-    """How strong the guarantee is, in terms of attacks."""
+    """The strength of the guarantee, in terms of attacks."""
 
     tier: Annotated[str, OneOf(TIERS)] = Field(
         description="strong: ε at most 1; reasonable: at most 10; weak: above; none: no guarantee."
@@ -496,7 +504,7 @@ class Strength(Part):
     words: str = Field(description="The tier in words.")
     advantage: Probability = Field(description="Largest true minus false positive rate of any attack.")
     bayes_success: Chances = Field(
-        description="Largest probability of guessing right whether a unit took part, by the probability beforehand."
+        description="Largest probability of guessing correctly whether a unit took part, by the prior probability."
     )
     true_positive_rate: Chances = Field(
         description="Largest true positive rate of any attack, by its false positive rate."
@@ -505,27 +513,27 @@ class Strength(Part):
         description="Largest probability of guessing a unit's contents with the release (arXiv:2302.07225), by the "
         "probability of guessing them without it."
     )
-    audit: str | None = Field(description="What an empirical audit found; null: none noted.")
-    audit_noted: str | None = Field(description="What people noted of an audit; null: nothing.")
+    audit: str | None = Field(description="Result of an empirical audit; null: none noted.")
+    audit_noted: str | None = Field(description="What people noted about an audit; null: nothing.")
 
 
 class Tradeoff(Part):
-    """The best attack's true positive rate over its false positive rate; three lists of one length."""
+    """The best attack's true positive rate over its false positive rate; three lists of equal length."""
 
     false_positive_rate: tuple[Probability, ...] = Field(
-        description="Shares of those outside the data that are accused."
+        description="Shares of the units outside the data that are accused."
     )
     true_positive_rate: tuple[Probability, ...] = Field(
-        description="Largest shares of those in the data that are found."
+        description="Largest shares of the units in the data that are found."
     )
-    from_epsilon_and_delta_alone: tuple[Probability, ...] = Field(description="The same as far as (ε, δ) alone says.")
+    from_epsilon_and_delta_alone: tuple[Probability, ...] = Field(description="The same, bounded by (ε, δ) alone.")
 
 
 class EpsilonOverSteps(Part):
-    """ε over the steps; two lists of one length."""
+    """ε over the steps; two lists of equal length."""
 
     steps: tuple[AtLeastOne, ...] = Field(description="Numbers of steps.")
-    epsilon: tuple[NotNegative, ...] = Field(description="ε after each.")
+    epsilon: tuple[NotNegative, ...] = Field(description="ε after each number of steps.")
 
 
 class DeltasByAdjacency(_ByAdjacency):
@@ -536,16 +544,16 @@ class DeltasByAdjacency(_ByAdjacency):
 
 
 class EpsilonOverDelta(Part):
-    """δ for each ε; lists of one length."""
+    """δ for each ε; lists of equal length."""
 
     epsilon: tuple[NotNegative, ...] = Field(description="Values of ε.")
-    delta: DeltasByAdjacency = Field(description="The δ of each ε; null where it is too small to be resolved.")
+    delta: DeltasByAdjacency = Field(description="The δ of each ε; null if it is too small to be resolved.")
 
 
 class Curves(Part):
-    """The values that the pictures are drawn from, at the δ and under the adjacency of the statement.
+    """The values from which the pictures are drawn, at the statement's δ and under its adjacency.
 
-    Lists are empty without a step or without noise.
+    Lists are empty if there is no step or no noise.
     """
 
     tradeoff: Tradeoff = Field(description="The best attack's true positive rate over its false positive rate.")
@@ -557,29 +565,27 @@ class Run(Part):
     """A start or resumption of the run."""
 
     run: str = Field(description="Random id.")
-    plan_hash: Sha256 = Field(description="SHA-256 of the plan it ran under.")
+    plan_hash: Sha256 = Field(description="SHA-256 of its plan.")
     version: str = Field(description="Version of dpllm.")
     commit: str | None = Field(description="Commit of dpllm; null: unknown.")
-    changed: bool = Field(description="Whether dpllm had changes that are in no commit.")
-    started_at: str = Field(description="When, in UTC (ISO 8601).")
-    entropy: str = Field(description="Where sampling and noise took their randomness from.")
-    public: tuple[str, ...] = Field(description="What it had learnt from public data before.")
+    changed: bool = Field(description="Whether dpllm had uncommitted changes.")
+    started_at: str = Field(description="Start time, in UTC (ISO 8601).")
+    entropy: str = Field(description="Source of randomness for sampling and noise.")
+    public: tuple[str, ...] = Field(description="What it had learnt from public data beforehand.")
     planned_step: Event = Field(
         description="The parameters of a step that determine its privacy cost, and the kind of its event."
     )
-    budget: BudgetEntry | None = Field(
-        description="The budget of the data set that the run is charged to; null without one."
-    )
+    budget: BudgetEntry | None = Field(description="The data set's budget to which the run is charged; null: none.")
     file: str = Field(description="Keyed hash of the ledger file's inode.")
 
     @property
     def code(self) -> str:
-        """The version of dpllm that ran, with its commit, for people."""
+        """The version of dpllm that ran, with its commit, in words."""
         return version_words(self.version, self.commit, self.changed)
 
     @property
     def in_words(self) -> str:
-        """The start for people."""
+        """The start in words."""
         return f"{self.run}: {self.started_at} with dpllm {self.code}; entropy: {self.entropy}"
 
 
@@ -590,9 +596,9 @@ class QueryStart(Run):
 
 
 class ResumedRun(Run):
-    """A resumption that costs more than going on would have, so that the run has fewer steps than planned."""
+    """A resumption that costs more than an uninterrupted run, so that the run has fewer steps than planned."""
 
-    num_steps: AtLeastOne = Field(description="Steps of all starts together that this resume allows.")
+    num_steps: AtLeastOne = Field(description="Total number of steps of all starts that this resume allows.")
 
 
 class Versions(Part):
@@ -610,7 +616,7 @@ class Versions(Part):
 
     @property
     def in_words(self) -> str:
-        """Those that are installed, for people."""
+        """The installed versions in words."""
         return ", ".join(f"{name} {version}" for name, version in self if version)
 
 
@@ -624,19 +630,19 @@ def _kind_of_run(value: Any) -> str:
 
 
 class Checkable(Part):
-    """How to check all of it."""
+    """How to check the report."""
 
-    verify: str = Field(description="Command that recomputes everything and fails on any difference.")
-    recompute_from_the_ledger: str = Field(description="Command that makes the report again.")
+    verify: str = Field(description="Command that recomputes everything and fails if anything differs.")
+    recompute_from_the_ledger: str = Field(description="Command that recomputes the report.")
     recompute_from_the_numbers: str | None = Field(
-        description="Command that computes ε from the parameters; null where one command has not room for them."
+        description="Command that computes ε from the parameters; null if no single command can express them."
     )
-    plan: AnyPlan = Field(description="Every number that the guarantee rests on, fixed before the run.")
+    plan: AnyPlan = Field(description="Every number that the guarantee depends on, fixed before the run.")
     plan_hash: Annotated[Sha256, Shown("checkable", "Plan, SHA-256", "verbatim_code")] = Field(
         description="SHA-256 of the plan's fields."
     )
     ledger_sha256: Annotated[Sha256, Shown("checkable", "Ledger, SHA-256", "verbatim_code")] = Field(
-        description="SHA-256 of the ledger's file, without the lines at its end that name the report's files by hash."
+        description="SHA-256 of the ledger file, without its last lines, which hold the hashes of the report's files."
     )
     runs: Annotated[
         tuple[
@@ -651,16 +657,16 @@ class Checkable(Part):
         Shown("checkable", "Start"),
     ] = Field(min_length=1, description="Every start and resumption.")
     ended: Annotated[str | None, Shown("checkable", "Ended", if_none="no")] = Field(
-        description="Why the last run ended; null: it has not, or crashed."
+        description="Why the last run ended; null: it has not ended, or it crashed."
     )
     torn_lines: Annotated[
         tuple[AtLeastOne, ...], Shown("checkable", "Lines of the ledger torn by a crash", "or_none")
     ] = Field(description="Lines of the ledger that a crash left incomplete, counted from 1.")
     diagnostics_not_covered: str = Field(
-        description="Where counts of single steps are, which ε does not cover; the same text in every report."
+        description="Where counts for single steps are, which ε does not cover; the same text in every report."
     )
-    commit: str | None = Field(description="Commit of dpllm that made the report; null: unknown.")
-    changed: bool = Field(description="Whether that dpllm had changes that are in no commit.")
+    commit: str | None = Field(description="Commit of dpllm that wrote the report; null: unknown.")
+    changed: bool = Field(description="Whether that dpllm had uncommitted changes.")
     machine: str = Field(description="Kind of processor that computed the numbers.")
     versions: Annotated[Versions, Shown("checkable", "Versions")] = Field(
         description="Versions of the software; null: not installed."
@@ -668,7 +674,7 @@ class Checkable(Part):
 
     @property
     def code(self) -> str:
-        """The version of dpllm that made the report, with its commit, for people."""
+        """The version of dpllm that wrote the report, with its commit, in words."""
         return version_words(self.versions.dpllm, self.commit, self.changed)
 
     @property
@@ -678,65 +684,69 @@ class Checkable(Part):
 
 
 class Computed(Part):
-    """The parts of a report that are computed from plan and ledger, with a few notes of people in them."""
+    """The parts of a report that are computed from plan and ledger, including a few of people's notes."""
 
     format: Literal[1] = Field(description="Format of the report; changes when a key does.")
     statement: Statement = Field(description="The guarantee in one place.")
     setting: Setting = Field(description="Who is trusted with what.")
     definition: Definition = Field(description="The definition as this run instantiates it.")
     accounting: Accounting = Field(description="How the numbers were computed.")
-    strength: Strength = Field(description="How strong the guarantee is, in terms of attacks.")
-    curves: Curves = Field(description="The values that the pictures are drawn from.")
-    checkable: Checkable = Field(description="How to check all of it.")
+    strength: Strength = Field(description="The strength of the guarantee, in terms of attacks.")
+    curves: Curves = Field(description="The values from which the pictures are drawn.")
+    checkable: Checkable = Field(description="How to check the report.")
 
 
 class Findings(Computed):
-    """A report but for its first screen, its checklist and its open points, which follow from the rest."""
+    """A report without its first screen, its checklist and its open points, which are derived from the rest."""
 
-    noted_open_points: tuple[str, ...] = Field(description="Reasons not to release that the run noted in its ledger.")
+    noted_open_points: tuple[str, ...] = Field(
+        description="Reasons not to release that the run recorded in its ledger."
+    )
     settlements: tuple[Settled, ...] = Field(
-        description="Statements by which people settled points, as the ledger has them; the last of a point counts."
+        description="Statements in the ledger by which people settled points; the last one for a point counts."
     )
     utility: dict[str, JsonValue] | None = Field(
-        description="Figures of the model that may be released: name to value; null: not filled in."
+        description="The model's figures that may be released, by name; null: not filled in."
     )
     utility_elsewhere: tuple[str, ...] = Field(
-        description="Names of figures that ε does not cover; they are in a file of the run that is not for release."
+        description="Names of figures that ε does not cover; they are in a file of the run that must not be released."
     )
-    noted: Noted = Field(description="Facts that only people know, beside those of the setting and the definition.")
+    noted: Noted = Field(
+        description="Facts that only people know, in addition to those in the setting and the definition."
+    )
 
 
 class PrivacyReport(Findings):
-    """The guarantee of a differentially private run, what it rests on, and what it does not cover.
+    """The guarantee of a differentially private run, its assumptions, and what it does not cover.
 
     All bounds are upper bounds.
     """
 
     front: Front = Field(description="The first screen: what happened, in sentences.")
     checklist: tuple[Line, ...] = Field(
-        min_length=1, description="Every line that a report must answer (Ponomareva et al., JAIR 2023)."
+        min_length=1, description="Every question that a report must answer (Ponomareva et al., JAIR 2023)."
     )
     open_points: tuple[str, ...] = Field(description="Reasons not to release yet; each can be cleared.")
     how_to_clear: tuple[str, ...] = Field(description="For each open point, the command or setting that clears it.")
     settled_points: tuple[Settled, ...] = Field(
-        description="Points that would be open, and that people settled: who checked what, and when."
+        description="Open points that people settled: who checked what, and when."
     )
-    do_not_publish: tuple[KeptFiles, ...] = Field(description="Files of the run's folder that are not for release.")
+    do_not_publish: tuple[KeptFiles, ...] = Field(description="Files of the run's folder that must not be released.")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values that JSON can hold; an infinite ε is "inf"."""
+        """Return the report as JSON values; an infinite ε is "inf"."""
         return self.model_dump(mode="json", by_alias=True)
 
     def with_part(self, name: str, **values: Any) -> Self:
-        """Return the report with other values in one of its parts; what follows from it stays as it is."""
+        """Return the report with new values in one of its parts; derived parts stay unchanged."""
         return self.model_copy(update={name: getattr(self, name).model_copy(update=values)})
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> Self:
-        """Return the report that plain values are, such as those of its JSON file.
+        """Return the report that JSON values describe, such as those of its JSON file.
 
         Raises:
-            ValueError: they are no report of this format; one line names the keys.
+            ValueError: they are not a report of this format; the message names the keys in one line.
         """
         try:
             return cls.model_validate_json(json.dumps(values), strict=True)
@@ -745,7 +755,7 @@ class PrivacyReport(Findings):
 
 
 def report_schema() -> dict[str, Any]:
-    """Return the JSON Schema (draft 2020-12) of the report; it is made from the models, so it always fits them."""
+    """Return the JSON Schema (draft 2020-12) of the report, generated from the models."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **PrivacyReport.model_json_schema(by_alias=True),
@@ -754,11 +764,11 @@ def report_schema() -> dict[str, Any]:
 
 
 def complaints(model: type[Part], values: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with plain values that should be a report, one line for each place.
+    """Return what is wrong with JSON values that should be a report or a part of it, with one line per key.
 
     Args:
-        model: of the report's format.
-        values: as the JSON file holds them.
+        model: the model that the values should fit.
+        values: the contents of the JSON file.
     """
     try:
         model.model_validate_json(json.dumps(values), strict=True)
@@ -768,7 +778,7 @@ def complaints(model: type[Part], values: Mapping[str, Any]) -> list[str]:
 
 
 def listed(lines: Sequence[str], most: int | None = None) -> str:
-    """Return lines as one; of more than 12, or than ``most``, the last are only counted."""
+    """Join lines into one; of more than ``most`` (default: 12), the last ones are only counted."""
     most = most or _MOST_LISTED
     more = f"; and {len(lines) - most} more" if len(lines) > most else ""
     return "; ".join(lines[:most]) + more
@@ -777,12 +787,12 @@ def listed(lines: Sequence[str], most: int | None = None) -> str:
 def _complaints(error: ValidationError, values: Any) -> Iterator[str]:
     for found in error.errors(include_url=False, include_context=False, include_input=False):
         path = _path(found["loc"], values)
-        words = {"missing": "is missing", "extra_forbidden": "is no key of the report"}
+        words = {"missing": "is missing", "extra_forbidden": "is not a key of the report"}
         yield f"{path} {words.get(found['type'], ': ' + found['msg'])}".replace(" :", ":")
 
 
 def _path(place: tuple[int | str, ...], values: Any) -> str:
-    """Return a place in a report as people write it, without the names that alternatives of a key have here."""
+    """Return the path of a key in a report, without the internal names of its alternatives."""
     path, part = "", values
     for number, key in enumerate(place):
         if isinstance(part, list) and isinstance(key, int):

@@ -1,7 +1,6 @@
-"""The templates of the report's pages, and the filters by which they print numbers and texts.
+"""Load the templates of the report's pages, with the filters that format numbers and texts.
 
-Place in the flow: below `dpllm.report.render`. A page follows from the report's values, its template and its
-glossary.
+A page is determined by the report's values, its template and its glossary.
 """
 
 from __future__ import annotations
@@ -29,34 +28,34 @@ from dpllm.report.kinds import Part, Shown
 from dpllm.report.models import NOT_FILLED, SECTIONS, Parameters, PrivacyReport, QueryParameters
 
 CHECK_FILE = "check_epsilon.py"
-"""The verifier that travels with the report, as it is in this folder: it computes ε without dpllm."""
-WHERE = "Type the commands in the folder in which this page is: the dot in them means that folder."
+"""The verifier that is copied next to the report; it computes ε without dpllm."""
+WHERE = "Run the commands in the folder that contains this page: the dot in them stands for that folder."
 EXACT = (
-    "Sentences and tables above are rounded to two figures, to the safe side. From here on, the numbers are exact "
-    "figures, for readers who know the field."
+    "Sentences and tables above are rounded to two digits, in the safe direction. From here on, the numbers are exact "
+    "and meant for experts."
 )
 KEPT = (
     "Publish the model with `dpllm push`, which leaves these files out. If you copy the folder by hand, leave them "
-    "out, too."
+    "out as well."
 )
 CHECKPOINTS = (
-    "ε covers the weights in every checkpoint. It does not cover each of the other files beside them, so a "
-    "checkpoint's folder is not published as a whole."
+    "ε covers the weights in every checkpoint. It does not cover all of the other files next to them, so do not "
+    "publish a checkpoint's whole folder."
 )
 
 
 class _Verbatim(str):
-    """A text that is printed with its spaces."""
+    """A text that is printed with its spaces unchanged."""
 
 
 @cache
 def template(name: str) -> jinja2.Template:
-    """Return a template; a key that a report lacks is an error, not an empty place.
+    """Return a template; a key that is missing in a report is an error, not an empty text.
 
-    HTML is escaped. In Markdown each value is printed in one line, whatever people noted, and None as "-".
+    HTML is escaped. Markdown prints each value on one line, even if a note has several, and None as "-".
 
     Args:
-        name: of the file in ``dpllm/report/templates``.
+        name: name of the file in ``dpllm/report/templates``.
     """
     is_html = name.endswith(".html")
     environment = jinja2.Environment(
@@ -81,11 +80,11 @@ def template(name: str) -> jinja2.Template:
 
 
 def part(name: str, block: str, **context: Any) -> str:
-    """Return one block of a page, without the empty lines around it.
+    """Return one block of a page, without the blank lines around it.
 
     Args:
-        name: of the template.
-        block: of the block in it.
+        name: name of the template.
+        block: name of the block in it.
         context: the values that the block prints.
     """
     page = template(name)
@@ -98,13 +97,13 @@ def check_text() -> str:
 
 
 def write_pages(folder: str | Path, texts: Mapping[str, str], ledger: Any = None) -> None:
-    """Write files of a report, or its card, and note their hashes in the ledger of the folder.
+    """Write files of a report, or its card, and record their hashes in the folder's ledger.
 
     `dpllm verify` compares the files with the hashes.
 
     Args:
-        folder: of the ledger. Without a ledger in it, there is nothing to verify, and no hash is noted.
-        texts: the files by name.
+        folder: the ledger's folder. If it has no ledger, no hash is recorded.
+        texts: the files' contents, by name.
         ledger: the folder's ledger, if it is open (`Ledger`, or `SharedLedger` on its first process). None: opens it.
 
     Raises:
@@ -123,9 +122,9 @@ def write_pages(folder: str | Path, texts: Mapping[str, str], ledger: Any = None
 
 
 def in_folder(text: str, folder: str | Path) -> str:
-    """Return a text of a report whose commands name a folder; in the report itself it is the folder of the page.
+    """Return a text of a report with the dot in its commands replaced by a folder.
 
-    A report has no name of a folder: its folder is moved, copied and published, and its path is a fact of a machine.
+    A report itself names no folder, since its folder is moved, copied and published.
 
     >>> in_folder("`dpllm verify .`, `dpllm report note . audience=x`", "runs/a b")
     "`dpllm verify 'runs/a b'`, `dpllm report note 'runs/a b' audience=x`"
@@ -141,11 +140,11 @@ _TEXTS_OF_QUERIES = {
     "sections": {**SECTIONS, "utility": "How useful the release is"},
     "glossary": glossary(queries=True),
 }
-"""Of the page of a query run, in place of those of a training."""
+"""Section titles and glossary of a query run's page, which replace those of a training run."""
 
 
 def shown_beside(report: PrivacyReport) -> dict[str, Any]:
-    """Return what the pages show beside the report's own values, made from these: all bounds, named parameters."""
+    """Return the values that the pages derive from the report: all bounds, and parameters with their names."""
     statement, parameters = report.statement, report.accounting.parameters
     if isinstance(parameters, QueryParameters):
         named = _of_queries(parameters)
@@ -168,9 +167,9 @@ def shown_beside(report: PrivacyReport) -> dict[str, Any]:
 
 
 def _of_queries(parameters: QueryParameters) -> list[tuple[str, Any]]:
-    """Return the parameters of a query run as names and values: each kind of answer and each setting in its row."""
+    """Return the parameters of a query run as names and values, with one row per kind of answer and per setting."""
     of_answers = [
-        (f"{one.name}: charged, of those planned", f"{one.charged:,} of {one.planned:,}") for one in parameters.answers
+        (f"{one.name}: charged, out of planned", f"{one.charged:,} of {one.planned:,}") for one in parameters.answers
     ]
     fields = [(name, value) for name, value in parameters if name not in ("answers", "settings")]
     described = [
@@ -194,11 +193,11 @@ def _in_words(value: Any) -> str:
 
 
 def rows_of(report: PrivacyReport, section: str) -> list[tuple[str, str]]:
-    """Return the rows of a section: label and text of every value whose key has a `Shown` of this section.
+    """Return the rows of a section: label and text of every value whose key has a `Shown` with this section.
 
     Args:
-        report: made by `privacy_report`.
-        section: of `SECTIONS`.
+        report: the report that `privacy_report` returns.
+        section: a key of `SECTIONS`.
     """
     trained, rows = method_of(report) is None, []
     step, made = ("step", "trained") if trained else ("answer", "made")
@@ -214,7 +213,7 @@ def rows_of(report: PrivacyReport, section: str) -> list[tuple[str, str]]:
 
 
 def _texts(shown: Shown, value: Any) -> list[str]:
-    """Return the texts of a value's rows: one for each part of a list of parts of the report."""
+    """Return the texts of a value's rows; a list of report parts has one row per part."""
     if value is None:
         return [] if shown.if_none is None else [shown.if_none]
     if isinstance(value, tuple) and not shown.form and any(isinstance(one, Part) for one in value):
@@ -223,31 +222,31 @@ def _texts(shown: Shown, value: Any) -> list[str]:
 
 
 def _share(value: float) -> str:
-    """Print a probability with four figures, rounded up."""
+    """Format a probability with four digits, rounded up."""
     return f"{float(up_significant(min(1.0, value))):.12g}"
 
 
 def _width(value: float) -> str:
-    """Print a probability as the width of a bar."""
+    """Format a probability as the width of a bar."""
     return f"{100 * value:.3g}%"
 
 
 def _code(value: str) -> markupsafe.Markup:
-    """Escape a text, and show what is between backticks as code."""
+    """Escape a text, and format what is between backticks as code."""
     return markupsafe.Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(markupsafe.escape(value))))
 
 
 def _words(value: str) -> markupsafe.Markup:
-    """Escape a command such that a line breaks between its words only, never at the hyphens of an option."""
+    """Escape a command so that lines break only between words, never at an option's hyphens."""
     return markupsafe.Markup(
         re.sub(r"\S*-\S*", lambda word: f'<span class="w">{word[0]}</span>', str(markupsafe.escape(value)))
     )
 
 
 def _command(value: str) -> markupsafe.Markup:
-    """Escape a text, and show commands and other code between backticks; a command has a line of its own."""
+    """Escape a text, and format what is between backticks as code; a command gets its own line."""
     parts = value.split("`")
-    if len(parts) % 2 == 0:  # a backtick without its partner is text
+    if len(parts) % 2 == 0:  # an unpaired backtick is plain text
         return markupsafe.escape(value)
     return markupsafe.Markup("").join(
         markupsafe.Markup("<code{}>{}</code>").format(
@@ -274,10 +273,10 @@ def _epsilon(value: float | None) -> str | None:
 
 
 def _chance(value: float) -> str:
-    """Print a probability, rounded up."""
+    """Format a probability, rounded up."""
     return up(min(1.0, value))
 
 
 def _ceiling(value: float) -> float:
-    """Return a number with four decimals, rounded up."""
+    """Return a number rounded up to four decimals."""
     return float(up(value))

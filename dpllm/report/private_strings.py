@@ -1,11 +1,11 @@
 """Find labels, unit ids and file names of the private data in the files that are published with a model.
 
-Place in the flow: when a training starts, its strings are hashed into a file that is not for release; `dpllm verify`,
-and so `dpllm push`, compares the texts of a folder with them. The data may be gone by then.
+At the start of a training, hashes of these strings are written into a file that must not be released. `dpllm verify`,
+and therefore `dpllm push`, compares the texts in a folder with them, even if the data no longer exists.
 
 A string is compared as a sequence of words without case, accents and punctuation, so ``records_of_Anna_K.csv`` is found
-in "Records of Anna K". Strings that any report may hold are not compared: ordinary words ("positive", "train"), small
-numbers, and what people named as public (`PrivateStrings.save`, and their notes in the report).
+in "Records of Anna K". Strings that any report may contain are not compared: ordinary words ("positive", "train"),
+small numbers, and what people named as public (`PrivateStrings.save`, and their notes in the report).
 """
 
 from __future__ import annotations
@@ -29,25 +29,26 @@ from dpllm.privacy.ledger import REPORT_FILE as JSON_FILE
 from dpllm.privacy.private_folder import PRIVATE_FOLDER, private_path
 
 STRINGS_FILE = f"{PRIVATE_FOLDER}/private_strings.json"
-"""Relative to the run's folder: keyed hashes of the strings."""
+"""File with keyed hashes of the strings, relative to the run's folder."""
 FEW = 10
-"""A label of at least so many units is not compared: the report asks where the names of classes are from."""
+"""A label that at least this many units have is not compared; the report asks where the class names come from."""
 LABEL, ID, FILE = "a label", "a unit id", "a file name"
 
 _WORD = re.compile(r"\d+(?:[.,]\d+)+|[^\W_]+")
 _TAG = re.compile(r"<(?:style|script)\b.*?</(?:style|script)>|<[^>]*>", re.DOTALL)
 _DOCUMENTED = re.compile(r'""".*?"""|#[^\n]*', re.DOTALL)
-_LONGEST = 8  # words of a string that are compared, its first ones
-_LEAST = 4  # letters and digits of a string
-_DIGITS = 7  # of a number, which is otherwise small
-_MOST = 2_000_000  # strings of a run
+_LONGEST = 8  # only this many first words of a string are compared
+_LEAST = 4  # a string with fewer letters and digits is not compared
+_DIGITS = 7  # a number with fewer digits is small
+_MOST = 2_000_000  # largest number of strings per run
 TEXTS = (
     *("config.json", "generation_config.json", "adapter_config.json", "*/adapter_config.json", "tokenizer.json"),
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "processor_config.json"),
     *("preprocessor_config.json", "chat_template.jinja", "additional_chat_templates/*.jinja", "README.md"),
     *("privacy_report.md", "privacy_report.html", JSON_FILE, "privacy_plan.json", LEDGER_FILE),
 )
-"""The published files whose texts are compared; the vocabulary of a tokenizer is the base model's, or asked about."""
+"""Published files whose texts are compared. A tokenizer's vocabulary is the base model's, or the report asks about it.
+"""
 _VOCABULARY = ("vocab", "merges")  # keys of a tokenizer's model
 _USUAL_NAMES = """
     train training test dev eval valid validation val held out heldout private public raw clean cleaned final new old
@@ -60,7 +61,7 @@ _USUAL_NAMES = """
 
 @dataclass
 class PrivateStrings:
-    """Strings of the private data of a run.
+    """The strings of a run's private data.
 
     Attributes:
         kinds: string -> `LABEL`, `ID` or `FILE`.
@@ -69,7 +70,7 @@ class PrivateStrings:
     kinds: dict[str, str] = field(default_factory=dict)
 
     def add(self, kind: str, texts: Iterable[Any]) -> None:
-        """Add strings of one kind; those that are no text or number, and those beyond the first 2 million, are not."""
+        """Add strings of one kind; ignore values that are not texts or large numbers, and all after 2 million."""
         for text in texts:
             if isinstance(text, str) or (isinstance(text, int) and abs(text) >= 10 ** (_DIGITS - 1)):
                 if len(self.kinds) >= _MOST:
@@ -90,25 +91,25 @@ class PrivateStrings:
         self.add(LABEL, (label for label, own in units.items() if len(own) < FEW))
 
     def add_path(self, path: str | Path, run: str | Path) -> None:
-        """Add the names of a file and of the two folders above it, without folders that the run lies in as well.
+        """Add the names of a file and of the two folders above it, except folders that also contain the run.
 
         Args:
-            path: of the file, or of a folder of files.
-            run: folder of the run.
+            path: path of the file, or of a folder of files.
+            run: the run's folder.
         """
         parts, others = Path(path).expanduser().resolve().parts, Path(run).resolve().parts
         own = itertools.dropwhile(lambda pair: pair[0] == pair[1], itertools.zip_longest(parts, others))
         self.add(FILE, [part for part, _ in own if part is not None][-3:])
 
     def save(self, folder: str | Path, public: Iterable[str] = ()) -> None:
-        """Write the hashes of the strings that are compared, under a new key; for one process.
+        """Write the hashes of the compared strings, with a new key. Call it in one process.
 
         Args:
-            folder: folder of the run.
-            public: texts that were declared public, such as names of classes; strings in them are not compared.
+            folder: the run's folder.
+            public: texts that were declared public, such as class names; strings in them are not compared.
         """
         key = secrets.token_bytes(16)
-        # A run may be called like its data, as in runs/alpaca; two words may be a person's name.
+        # A run may have the name of its data, as in runs/alpaca; two words may be a person's name.
         own = set(_forms(Path(folder).resolve().name, [1]))
         wanted = {
             form
@@ -125,14 +126,14 @@ class PrivateStrings:
 
 
 def check_strings(folder: str | Path) -> tuple[str, bool | None, str] | None:
-    """Return whether the texts of a folder hold no private string: what was checked, the result, and its words.
+    """Check that the texts in a folder contain no private string.
 
     Args:
-        folder: of a run, of a checkpoint in it, or of a merged model in it.
+        folder: folder of a run, or of a checkpoint or a merged model in it.
 
     Returns:
-        The result None: it could not be checked. None in place of all three: it is no folder of the machine that
-        trained, such as a copy of the published files.
+        What was checked, the result (None: it could not be checked) and the finding in words. None instead of all
+        three: the folder is not on the machine that trained, such as a copy of the published files.
     """
     folder = Path(folder)
     what = "no text to publish holds a label, a unit id or a file name of the private data"
@@ -167,7 +168,7 @@ def check_strings(folder: str | Path) -> tuple[str, bool | None, str] | None:
 
 
 def _strings(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield the texts of a file, each once, with the key of the file that holds it."""
+    """Yield the texts of a file, each once, with the key in the file under which it is."""
     text = path.read_text(encoding="utf-8", errors="replace")
     if path.suffix == ".html":
         yield "", html.unescape(_TAG.sub(" ", text))
@@ -182,7 +183,7 @@ def _strings(path: Path) -> Iterator[tuple[str, str]]:
         except (ValueError, RecursionError):
             yield "", line
             continue
-        if path.name == "adapter_config.json" and isinstance(values, dict):  # is uploaded without the place of its base
+        if path.name == "adapter_config.json" and isinstance(values, dict):  # uploaded without its base's path
             values["base_model_name_or_path"] = Path(str(values.get("base_model_name_or_path"))).name
         for place, one in _leaves(values):
             if one not in seen:
@@ -205,7 +206,7 @@ def _leaves(value: Any, above: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _noted(folder: Path) -> Iterator[str]:
-    """Yield what people wrote about the release: they say so in public."""
+    """Yield what people wrote about the release, which they make public themselves."""
     try:
         report = json.loads((folder / JSON_FILE).read_text(encoding="utf-8"))
         told = [report["setting"]["data_holder"], report["setting"]["audience"], report["noted"], report["utility"]]
@@ -217,7 +218,7 @@ def _noted(folder: Path) -> Iterator[str]:
 
 
 def _forms(text: str, lengths: Iterable[int]) -> Iterator[str]:
-    """Yield each run of so many words of a text, as it is written and as words only."""
+    """Yield each sequence of this many words in a text, both as it is written and as words only."""
     plain = _plain(text)
     spans = [match.span() for match in _WORD.finditer(plain)]
     words = [plain[start:end] for start, end in spans]
@@ -229,7 +230,7 @@ def _forms(text: str, lengths: Iterable[int]) -> Iterator[str]:
 
 
 def _compared(text: str, kind: str) -> Iterator[str]:
-    """Yield the forms of a private string that are compared; none if any text may hold it."""
+    """Yield the forms of a private string that are compared; none if any text may contain it."""
     plain = _plain(Path(text).name.partition(".")[0] if kind == FILE else text)
     spans = [match.span() for match in _WORD.finditer(plain)][:_LONGEST]
     words = [plain[start:end] for start, end in spans]
@@ -245,7 +246,7 @@ def _compared(text: str, kind: str) -> Iterator[str]:
     if any(word not in usual for word in letters) or (not letters and digits >= _DIGITS):
         yield " ".join(words)
     elif kind == ID and letters and digits and " " not in plain[spans[0][0] : spans[-1][1]]:
-        yield plain[spans[0][0] : spans[-1][1]]  # such as "patient-0017": only as it is written
+        yield plain[spans[0][0] : spans[-1][1]]  # for example "patient-0017": compared only as it is written
 
 
 def _is_number(word: str) -> bool:
@@ -265,7 +266,7 @@ def _hash(form: str, key: bytes) -> int:
 
 @cache
 def _ordinary() -> frozenset[str]:
-    """Return the words of dpllm's own sentences and keys, which any report may hold."""
+    """Return the words of dpllm's own sentences and keys, which any report may contain."""
     root = Path(__file__).parent.parent
     files = [file for file in root.rglob("*") if file.suffix in (".py", ".md", ".html") and "clinic" not in file.name]
     texts = (_DOCUMENTED.sub(" ", file.read_text(encoding="utf-8")) for file in files)

@@ -1,9 +1,9 @@
-"""Publish a private model: which files may leave the machine, and when.
+"""Publish a private model: decide which files may leave the machine, and when.
 
-Place in the flow: last, after the report and the card, which it checks as `dpllm verify` does. ε covers the weights and
-nothing else that a run writes: losses, event files, optimizer and random states, training arguments and the results of
-audits depend on private rows in ways that no ε covers. Only files that are known to be covered, or to hold nothing
-private, are uploaded: an allow-list, so that a file of a kind that nobody thought of stays where it is.
+Before an upload, the report and the card are checked as `dpllm verify` does. ε covers the weights and nothing else that
+a run writes: losses, event files, optimizer and random states, training arguments and audit results depend on private
+rows in ways that ε does not cover. An allow-list names the files that ε covers or that contain nothing private; no
+other file is uploaded.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from dpllm.report.verify import verify
 
 AUDIT_FILE = "audit.json"
 GUARANTEE_FILES = (CARD_FILE, MARKDOWN_FILE, HTML_FILE, JSON_FILE, PLAN_FILE, LEDGER_FILE, CHECK_FILE)
-"""The card, the report and the plan, the ledger and the verifier that anyone can verify them with. A ledger holds the
-steps, their public parameters, and counts of what was written out; it holds no loss and no realised batch size."""
+"""The card, the report, the plan, the ledger, and the verifier with which anyone can check them. A ledger holds the
+steps, their public parameters, and counts of what was written out. It holds no losses and no realised batch sizes."""
 
 _MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json")
 _ADAPTER_FILES = (
     *("adapter_config.json", "adapter_model.safetensors", "adapter_model.safetensors.index.json"),
-    "generation_config.json",  # with the token that closes a turn, which the base model may not end with
+    "generation_config.json",  # names the token that ends a turn, which may differ from the base model's
 )
 _INDICES = ("model.safetensors.index.json", "adapter_model.safetensors.index.json")
 _WEIGHTS = ("model.safetensors", *_INDICES, "adapter_model.safetensors")
@@ -53,9 +53,9 @@ _TOKENIZER_FILES = (
 _TEMPLATES = "additional_chat_templates"
 _BASE = "base_model_name_or_path"  # in an adapter's configuration
 _UPLOADED = "/uploaded"
-"""In the ledger, in place of a folder's name, for the files as they are uploaded; no folder has this name."""
+"""Stands for a folder's name in the ledger and marks the files as uploaded; no folder has this name."""
 
-# Environment variables by which an integration uploads whole checkpoints; the value that each has when it is unset.
+# Environment variables that make an integration upload whole checkpoints, with their defaults.
 _UPLOADS = {
     "wandb": ("WANDB_LOG_MODEL", "false"),
     "mlflow": ("HF_MLFLOW_LOG_ARTIFACTS", "false"),
@@ -69,38 +69,38 @@ _NO = ("", "0", "false", "no", "off", "none")
 
 
 class PublishError(ValueError):
-    """A model may not be published as it is.
+    """A model may not be published in its current state.
 
     Attributes:
-        points: the open points of its report, each with the way to clear it, if these are the reason.
+        points: the report's open points with what clears each of them, if they are the reason.
     """
 
     def __init__(self, message: str, points: Sequence[str] = ()) -> None:
-        """Store the points."""
+        """Store the message and the points."""
         super().__init__(message)
         self.points = tuple(points)
 
 
 def refuse_uploads(args: Any) -> None:
-    """Refuse options by which files that ε does not cover would leave the machine during training.
+    """Refuse options that upload files that ε does not cover during training.
 
     Args:
         args: ``TrainingArguments``.
 
     Raises:
-        ConfigError: the option, and the value to set instead.
+        ConfigError: such an option is set; the message names it and the value to set instead.
     """
     strategy = str(getattr(args.hub_strategy, "value", args.hub_strategy))
     if args.push_to_hub and strategy != "end":
         raise ConfigError(
-            f"train.hub_strategy={strategy} uploads checkpoints while the run goes on, before its report is complete "
-            "and with files that ε does not cover. Set train.hub_strategy=end: the final model is then uploaded with "
-            "its guarantee"
+            f"train.hub_strategy={strategy} uploads checkpoints during the run, with files that ε does not cover and "
+            "before the report is complete. Set train.hub_strategy=end, which uploads the final model with its "
+            "guarantee"
         )
     for name in args.report_to or ():
         if name == "flyte":
             raise ConfigError(
-                "train.report_to=flyte uploads every checkpoint with states that ε does not cover. Leave flyte out of "
+                "train.report_to=flyte uploads every checkpoint with states that ε does not cover. Remove flyte from "
                 "train.report_to"
             )
         variable, default = _UPLOADS.get(name, ("", "false"))
@@ -115,28 +115,28 @@ def refuse_uploads(args: Any) -> None:
 def files_to_publish(
     folder: str | Path, *, adapter: bool, vocabulary: Iterable[str] = (), adapters: Iterable[str] = ()
 ) -> list[str]:
-    """Return the files of a run's folder that may be uploaded, as sorted names relative to it.
+    """Return the files of a run's folder that may be uploaded, as sorted names relative to the folder.
 
-    They are the weights (safetensors only, and of a sharded model the shards that its index names), the configuration
-    and the code that it names, the tokenizer, the card, the report, the plan and the ledger. PEFT saves an adapter with
-    another name than "default" in a folder of its name, from which weights and configuration are taken.
+    They are the weights (safetensors only; for a sharded model, the shards that its index names), the configuration and
+    the code that it names, the tokenizer, the card, the report, the plan and the ledger. PEFT saves an adapter that is
+    not called "default" in a subfolder of that name; its weights and configuration are included.
 
     Args:
-        folder: of the run.
-        adapter: whether the model is a PEFT adapter; whole weights beside an adapter are then not its own.
-        vocabulary: further names of tokenizer files, such as a tokenizer's ``vocab_files_names``.
-        adapters: the names of the model's adapters.
+        folder: the run's folder.
+        adapter: whether the model is a PEFT adapter; full weights next to an adapter do not belong to it.
+        vocabulary: additional names of tokenizer files, such as a tokenizer's ``vocab_files_names``.
+        adapters: names of the model's adapters.
 
     Raises:
-        PublishError: the folder holds no weights, a shard is missing, or the guarantee is incomplete.
+        PublishError: the folder holds no weights, a shard is missing, or a file of the guarantee is missing.
     """
     folder = Path(folder)
     missing = [name for name in GUARANTEE_FILES if not (folder / name).is_file()]
     if missing:
         raise PublishError(
-            f"{folder} holds no {', '.join(missing)}, so the model would be published without its guarantee. If its "
-            "run has not ended, go on with it (train.resume_from_checkpoint=auto). If it has, `dpllm report RUN "
-            "--write` writes the files of the report. A program saves with DPTrainer.save_model()"
+            f"{folder} holds no {', '.join(missing)}, so the model would be published without its guarantee. If the "
+            "run has not ended, resume it (train.resume_from_checkpoint=auto). If it has ended, `dpllm report RUN "
+            "--write` writes the report's files, and DPTrainer.save_model() saves the model with all of them"
         )
     own = _ADAPTER_FILES if adapter else _MODEL_FILES
     names = {name for name in (*own, *GUARANTEE_FILES, *_TOKENIZER_FILES) if _is_plain_file(folder, name)}
@@ -144,8 +144,8 @@ def files_to_publish(
     inner = {f"{one}/{name}" for one in plain for name in _ADAPTER_FILES if _is_plain_file(folder, f"{one}/{name}")}
     if not names.intersection(_WEIGHTS) and not any(Path(name).name in _WEIGHTS for name in inner):
         raise PublishError(
-            f"{folder} holds no {' or '.join(name for name in own if name in _WEIGHTS)}: save the whole model there "
-            "with DPTrainer.save_model() first"
+            f"{folder} holds no {' or '.join(name for name in own if name in _WEIGHTS)}. Save the model there with "
+            "DPTrainer.save_model() first"
         )
     names.update(name for name in vocabulary if Path(name).name == name and _is_plain_file(folder, name))
     for index in names.intersection(_INDICES):
@@ -162,31 +162,30 @@ def files_to_publish(
 
 
 def require_publishable(folder: str | Path, *, force_open_points: bool = False) -> None:
-    """Make sure that a run's folder may be published.
+    """Check that a run's folder may be published.
 
     Args:
-        folder: of the run, with model, report and card.
-        force_open_points: publish with open points; the card lists them. Nothing else can be forced.
+        folder: the run's folder, with model, report and card.
+        force_open_points: whether to publish despite open points, which the card lists. Nothing else can be forced.
 
     Raises:
-        PublishError: the run is not private, an audit refutes it, the files contradict each other, or an open point of
-            the report is not settled.
+        PublishError: the run is not private, an audit refutes it, the files contradict each other, or the report has an
+            open point.
     """
     folder = Path(folder)
     try:
         report = json.loads((folder / JSON_FILE).read_text(encoding="utf-8"))
         private, audit, points = _looked_at(report)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise PublishError(f"{folder / JSON_FILE} is not a privacy report ({error}): save the model again") from error
+        raise PublishError(f"{folder / JSON_FILE} is not a privacy report ({error}). Save the model again") from error
     if not private:
         raise PublishError(
-            f"{folder} holds a run that is NOT PRIVATE, and nothing is published under its name: "
-            f"{report['statement']['words']}"
+            f"the run in {folder} is NOT PRIVATE, so it cannot be published: {report['statement']['words']}"
         )
     if audit.startswith(REFUTED) or _audit_failed(folder / AUDIT_FILE):
         raise PublishError(
-            f"An audit refutes the guarantee of {folder} ({audit or AUDIT_FILE}). It cannot be published: find out "
-            "why, and report it (SECURITY.md)"
+            f"An audit refutes the guarantee of {folder} ({audit or AUDIT_FILE}), so it cannot be published. Find the "
+            "cause, and report it (SECURITY.md)"
         )
     failed = [check for check in verify(folder).checks if not check.ok]
     if failed:
@@ -195,9 +194,9 @@ def require_publishable(folder: str | Path, *, force_open_points: bool = False) 
     if points and not force_open_points:
         points = [in_folder(point, folder) for point in points]
         raise PublishError(
-            f"{len(points)} open point(s) in the privacy report of {folder}: {' '.join(points)} Clear them as "
-            f"{MARKDOWN_FILE} says beside each, or publish with --force-open-points (force_open_points=True): the card "
-            "lists them",
+            f"{len(points)} open point(s) in the privacy report of {folder}: {' '.join(points)} Clear each as "
+            f"{MARKDOWN_FILE} says, or publish with --force-open-points (force_open_points=True). The card then lists "
+            "them",
             points,
         )
 
@@ -215,21 +214,21 @@ def upload(
 ) -> Any:
     """Upload these files of a folder to the Hub, and no others.
 
-    The files are first linked into an empty folder, which is uploaded: a file that appears meanwhile is not taken. An
-    adapter's configuration is uploaded without a path of this machine (`public_configurations`).
+    The files are first linked into an empty folder, and that folder is uploaded, so a file that appears in the meantime
+    is not uploaded. An adapter's configuration is uploaded without local paths (`public_configurations`).
 
     Args:
-        folder: of the run.
-        names: as `files_to_publish` returns them.
-        repo_id: of an existing repository.
-        message: of the commit.
-        token: of the Hub; None: the one of this machine.
-        revision: the branch; None: the main one.
-        blocking: whether to wait.
+        folder: the run's folder.
+        names: the files, as `files_to_publish` returns them.
+        repo_id: id of an existing repository.
+        message: commit message.
+        token: Hub token; None: this machine's.
+        revision: branch; None: the main branch.
+        blocking: whether to wait for the upload.
         repo_type: the Hub's kind of repository.
 
     Returns:
-        The commit, or a future of it.
+        The commit, or a future for it if not blocking.
     """
     names = list(names)
     with contextlib.ExitStack() as stack:
@@ -252,17 +251,17 @@ def upload(
 
 
 def public_configurations(folder: str | Path, names: Iterable[str]) -> dict[str, bytes]:
-    """Return the adapters' configurations among these files that name a folder of this machine, as they are uploaded.
+    """Return the uploaded form of the adapters' configurations that name a local folder.
 
-    They name the base model as the card does, by its id on the Hub; without an id, by the folder's own name, without
-    the folders above it.
+    The uploaded form names the base model by its Hub id, like the card. Without an id, it names only the last part of
+    the folder's path.
 
     Args:
-        folder: of the run, with its card.
-        names: as `files_to_publish` returns them.
+        folder: the run's folder, with its card.
+        names: the files, as `files_to_publish` returns them.
 
     Returns:
-        The contents by name; nothing for a configuration that is uploaded as it is.
+        The contents by name, without configurations that are uploaded unchanged.
     """
     folder, changed = Path(folder), {}
     for name in names:
@@ -279,15 +278,15 @@ def public_configurations(folder: str | Path, names: Iterable[str]) -> dict[str,
 
 
 def note_uploaded(folder: str | Path, names: Iterable[str], ledger: Any = None) -> None:
-    """Write the files of the model, as they are uploaded, into the ledger of the run, by hash; report and card follow.
+    """Record the hashes of the model's uploaded files in the run's ledger, and write report and card again.
 
-    Guarantee: `dpllm verify` holds on a copy of the uploaded files, and still in the folder. Where the ledger names
-    exactly these files already, nothing is written.
+    Guarantee: `dpllm verify` passes on a copy of the uploaded files, and still passes in the folder. If the ledger
+    already names exactly these files, nothing is written.
 
     Args:
-        folder: of the run.
-        names: as `files_to_publish` returns them.
-        ledger: of a run whose ledger is open (`SharedLedger`), on its first process. None: opens the folder's.
+        folder: the run's folder.
+        names: the files, as `files_to_publish` returns them.
+        ledger: the folder's ledger, if a run has it open (`SharedLedger`, on its first process). None: opens it.
 
     Raises:
         ValueError: the ledger is damaged, or a run is writing it.
@@ -306,18 +305,18 @@ def note_uploaded(folder: str | Path, names: Iterable[str], ledger: Any = None) 
 
 
 def published_files(folder: str | Path, vocabulary: Iterable[str] = ()) -> list[str]:
-    """Return the files of a saved model's folder that may be uploaded; its ledger tells which adapters it has.
+    """Return the files of a saved model's folder that may be uploaded, with the adapters that its ledger names.
 
     Args:
-        folder: of a run, or of a model that was made of it.
+        folder: folder of a run, or of a model that was produced from it.
         vocabulary: as for `files_to_publish`.
 
     Raises:
-        PublishError: as `files_to_publish`; or there is no such folder, or its ledger is damaged.
+        PublishError: as for `files_to_publish`, or the folder has no ledger, or a damaged one.
     """
     folder = Path(folder)
     if not (folder / LEDGER_FILE).is_file():
-        raise PublishError(f"{folder} holds no {LEDGER_FILE}: give the output folder of a private run")
+        raise PublishError(f"{folder} holds no {LEDGER_FILE}. Pass the output folder of a private run")
     try:
         named = released_files(read_ledger(folder / LEDGER_FILE), folder) or {}
         queries = isinstance(load_plan(folder / PLAN_FILE), QueryPlan)
@@ -331,11 +330,11 @@ def published_files(folder: str | Path, vocabulary: Iterable[str] = ()) -> list[
 
 
 def _of_queries(folder: Path, named: Mapping[str, Any]) -> list[str]:
-    """Return the files of a query run that may be uploaded: those that its ledger names, and those of the guarantee."""
+    """Return the files of a query run that may be uploaded: those named in its ledger, and those of the guarantee."""
     lacking = [name for name in (*GUARANTEE_FILES, *named) if not _is_plain_file(folder, name)]
     if lacking or not named:
         raise PublishError(
-            f"{folder} holds no {', '.join(lacking)}: restore the files of the run"
+            f"{folder} holds no {', '.join(lacking)}. Restore the run's files"
             if lacking
             else f"the run in {folder} has released no file, so there is nothing to publish"
         )
@@ -343,7 +342,7 @@ def _of_queries(folder: Path, named: Mapping[str, Any]) -> list[str]:
 
 
 def repo_type_of(folder: str | Path) -> str:
-    """Return the Hub's kind of repository for a folder: "model", or "dataset" for a release that is no model."""
+    """Return the Hub's kind of repository for a folder: "model", or "dataset" for a release that is not a model."""
     plan = load_plan(Path(folder) / PLAN_FILE)
     return "dataset" if isinstance(plan, QueryPlan) and not release_words()[plan.method].is_model else "model"
 
@@ -361,19 +360,19 @@ def publish(
     """Upload the model of a finished run to the Hub, with its guarantee and nothing else.
 
     Args:
-        folder: of the run, or of a model that was made of it.
-        repo_id: the repository; it is created if it does not exist.
-        message: of the commit.
-        private: whether a new repository is visible to its owner only. None: the Hub's default.
+        folder: folder of the run, or of a model that was produced from it.
+        repo_id: the repository, which is created if it does not exist.
+        message: commit message.
+        private: whether only its owner can see a new repository. None: the Hub's default.
         force_open_points: as for `require_publishable`.
-        revision: the branch; None: the main one.
+        revision: branch; None: the main branch.
         vocabulary: as for `files_to_publish`.
 
     Returns:
         The commit.
 
     Raises:
-        PublishError: as `require_publishable` and `files_to_publish`; nothing is created or uploaded then.
+        PublishError: as for `require_publishable` and `files_to_publish`. Nothing is created or uploaded in this case.
     """
     require_publishable(folder, force_open_points=force_open_points)
     names = published_files(folder, vocabulary)
@@ -386,8 +385,8 @@ def publish(
 
 @contextlib.contextmanager
 def _only(folder: Path, names: Iterable[str]) -> Iterator[Path]:
-    """Yield a folder that holds these files and nothing else."""
-    # In the run's folder, so that links suffice; the underscore keeps it out of what the Trainer itself would push.
+    """Yield a temporary folder that contains only these files."""
+    # In the run's folder, so that hard links work; the Trainer itself does not push a folder with an underscore.
     with tempfile.TemporaryDirectory(prefix="_publishing-", dir=folder) as temporary:
         public = public_configurations(folder, names)
         for name in names:
@@ -415,7 +414,7 @@ def _looked_at(report: Mapping[str, Any]) -> tuple[bool, str, list[str]]:
 
 
 def _audit_failed(path: Path) -> bool:
-    """Whether an audit's result beside the model is a refutation; a result that cannot be read is treated as one."""
+    """Return whether the audit result next to the model refutes it; an unreadable result counts as a refutation."""
     if not path.is_file():
         return False
     try:
@@ -435,10 +434,10 @@ def _shards(folder: Path, index: str) -> set[str]:
     try:
         shards = set(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values())
     except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise PublishError(f"{folder / index} is not an index of weights ({error}): save the model again") from error
+        raise PublishError(f"{folder / index} is not an index of weights ({error}). Save the model again") from error
     for name in shards:
         if Path(name).name != name or not name.endswith(".safetensors") or not _is_plain_file(folder, name):
-            raise PublishError(f"{folder / index} names {name!r}, which is not a shard beside it: save the model again")
+            raise PublishError(f"{folder / index} names {name!r}, which is not a shard. Save the model again")
     return shards
 
 

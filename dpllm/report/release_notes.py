@@ -1,6 +1,6 @@
-"""Facts about a release that only people know, and their way from one report to the next.
+"""Store the facts about a release that only people know.
 
-Place in the flow: below report, which shows them. A report that is written again keeps the notes of the one before.
+When a report is written again, it keeps the notes of the previous one.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _TEXTS = (
 )
 
 SETTLED_BY = ("what was checked", "name and role")
-"""Words that a report prints in the place of a statement that settles a point, and of the person who makes it."""
+"""Placeholders that a report prints for a statement that settles a point, and for the person who makes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReleaseNotes:
-    """What only people know about a release; None stays an open point of the report where the report asks for it."""
+    """Facts about a release that only people know. None leaves the point open if the report asks for it."""
 
     data_holder: str | None = None
     """Who holds the raw data."""
@@ -38,31 +38,31 @@ class ReleaseNotes:
     other_uses: str | None = None
     """Other uses of the same data: tuning runs, earlier models, model selection."""
     preprocessing: str | None = None
-    """Numbers, names or settings that were computed from the records before the run, and which of them are public."""
+    """Numbers, names or settings that were computed from the records before the run, and which ones are public."""
     audit: str | None = None
-    """What an empirical audit of the model found; asked for where ε is above 10."""
+    """Result of an empirical audit of the model; required if ε is above 10."""
     utility: Mapping[str, Any] = field(default_factory=dict)
-    """Figures of the model for the report, which is published: name to value. Only figures that ε covers (measured on
-    public rows, or released under the budget) or that hold nothing private, such as the hardware."""
+    """The model's figures for the published report, by name. Only figures that ε covers (measured on public rows, or
+    released under the budget) or that contain nothing private, such as the hardware."""
     utility_elsewhere: Sequence[str] = ()
-    """Names of figures that ε does not cover. Their values are in a file that is not for release
+    """Names of figures that ε does not cover. Their values are in a file that must not be released
     (`dpllm.report.disclosures.UTILITY_FILE`)."""
     trained_by: str | None = None
-    """Who trained the model and answers for it."""
+    """Who trained the model and is responsible for it."""
     base_model: str | None = None
-    """Name of the model that was fine-tuned, such as its Hub id, where it was loaded from a folder."""
+    """Name of the base model, such as its Hub id, if it was loaded from a folder."""
     license: str | None = None
-    """License of the released model: the Hub's identifier."""
+    """License of the released model, as the Hub's identifier."""
     language: str | Sequence[str] | None = None
-    """Languages of the model: ISO codes."""
+    """Languages of the model, as ISO codes."""
     dataset: str | None = None
-    """Public name of the data set, where the plan has none."""
+    """Public name of the data set, if the plan has none."""
 
     def __post_init__(self) -> None:
-        """Refuse what no report can hold, before a run is trained for it.
+        """Refuse notes that a report cannot hold, before any training.
 
         Raises:
-            ValueError: a note is no text or only the place of one, or a figure is nothing that JSON can hold.
+            ValueError: a note is not a text or is a placeholder, or JSON cannot hold a figure.
         """
         texts = {name: getattr(self, name) for name in _TEXTS if getattr(self, name) is not None}
         texts |= {f"language {place}": code for place, code in enumerate(self.languages, start=1)}
@@ -75,16 +75,16 @@ class ReleaseNotes:
             json.dumps(dict(self.utility), allow_nan=False)
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"utility must hold texts and finite numbers, got {dict(self.utility)!r} ({error})"
+                f"utility must contain only texts and finite numbers, got {dict(self.utility)!r} ({error})"
             ) from error
 
     @property
     def languages(self) -> tuple[str, ...]:
-        """The languages as a tuple."""
+        """The languages, as a tuple."""
         return (self.language,) if isinstance(self.language, str) else tuple(self.language or ())
 
     def noted(self) -> Noted:
-        """Return the part of a report that holds the notes without another place in it."""
+        """Return the part of a report with the notes that have no other place in it."""
         return Noted(
             trained_by=self.trained_by,
             base_model=self.base_model,
@@ -96,38 +96,38 @@ class ReleaseNotes:
 
 
 def require_own_words(what: str, value: str) -> None:
-    """Refuse a text that only takes the place of a person's words.
+    """Refuse a placeholder instead of a person's own words.
 
     Args:
-        what: the text's name, for the error.
-        value: the text; an empty one is no text.
+        what: name of the text, for the error.
+        value: the text; an empty text is accepted.
 
     Raises:
-        ValueError: it is the text that a report prints as an example, or has neither letter nor digit.
+        ValueError: it is the placeholder that a report prints, or has neither letter nor digit.
     """
     if value in SETTLED_BY or (value and not any(map(str.isalnum, value))):
-        raise ValueError(f"{what} is {value!r}, which stands for words of yours: write them")
+        raise ValueError(f"{what} is {value!r}, which is only a placeholder. Replace it with your own words")
 
 
 def keep_utility(folder: str | Path, figures: Mapping[str, Any]) -> None:
-    """Write figures of a model that ε does not cover into a file that is not for release; for one process.
+    """Write a model's figures that ε does not cover into a file that must not be released. Call it in one process.
 
     Args:
-        folder: of the run.
-        figures: name to value; the file has these and no earlier ones.
+        folder: the run's folder.
+        figures: the figures by name; they replace the file's earlier ones.
     """
     path = private_path(folder, UTILITY_FILE)
     write_file(path, json.dumps(dict(figures), indent=2, ensure_ascii=False) + "\n")
 
 
 def notes_in(folder: str | Path) -> ReleaseNotes:
-    """Return what people noted in the report that lies in a folder; nothing where there is none.
+    """Return what people noted in a folder's report; empty notes if it has no report.
 
     Args:
-        folder: of a run or of a checkpoint.
+        folder: folder of a run or of a checkpoint.
 
     Raises:
-        ValueError: the file is damaged or of another kind.
+        ValueError: the file is damaged or is not a privacy report.
     """
     path = Path(folder) / JSON_FILE
     if not path.is_file():
@@ -138,12 +138,12 @@ def notes_in(folder: str | Path) -> ReleaseNotes:
         notes = ReleaseNotes() if other else notes_of(report)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
-            f"{path} is not a whole privacy report ({type(error).__name__}: {error}), so the notes in it cannot be "
-            "read: restore it from a copy, or delete it and note again with `dpllm report`"
+            f"{path} is not a complete privacy report ({type(error).__name__}: {error}), so its notes cannot be read. "
+            "Restore it from a backup, or delete it and note the facts again with `dpllm report`"
         ) from error
     if other:
         words = other_format("privacy report", report["format"], FORMAT, written_by(report))
-        raise ValueError(f"{path} {words}, or delete the file and note again with `dpllm report`")
+        raise ValueError(f"{path} {words}, or delete the file and note the facts again with `dpllm report`")
     return notes
 
 
@@ -151,7 +151,7 @@ def notes_of(report: Mapping[str, Any]) -> ReleaseNotes:
     """Return what people noted in a report.
 
     Args:
-        report: as the JSON file holds it.
+        report: the contents of the JSON file.
     """
     noted = report["noted"]
     return ReleaseNotes(
@@ -166,10 +166,10 @@ def notes_of(report: Mapping[str, Any]) -> ReleaseNotes:
 
 
 def written_by(report: Mapping[str, Any]) -> str | None:
-    """Return the version of dpllm that made a report, in words; None if the report does not name it.
+    """Return the version of dpllm that wrote a report, in words; None if the report does not name it.
 
     Args:
-        report: as the JSON file holds it.
+        report: the contents of the JSON file.
     """
     checkable = report.get("checkable")
     versions = checkable.get("versions") if isinstance(checkable, dict) else None

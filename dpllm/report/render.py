@@ -1,8 +1,8 @@
-"""The privacy report as a page of Markdown, and as one page of HTML with its pictures.
+"""Render the privacy report as a Markdown page, and as an HTML page with pictures.
 
-Place in the flow: after `report`; everything on the pages stands in the report's JSON, and nothing is computed, so that
-they can be made again from the JSON alone. The HTML page is self-contained: no script, and nothing that is loaded from
-elsewhere. All values are escaped: what people noted may hold any characters.
+Everything on the pages comes from the report's JSON and nothing is computed here, so the JSON alone reproduces them.
+The HTML page is self-contained: it has no script and loads nothing. All values are escaped, since notes may contain any
+characters.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from dpllm.report.pages import shown_beside, template
 
 
 def render_markdown(report: Any) -> str:
-    """Return the page of a report.
+    """Return the Markdown page of a report.
 
     Args:
-        report: made by `privacy_report`.
+        report: the report that `privacy_report` returns.
     """
     page = template("privacy_report.md")
     return page.render(report=report, title=title_of(report), **shown_beside(report))
 
 
 def title_of(report: Any) -> str:
-    """Return the title of the page: whether there is a guarantee at all."""
+    """Return the page's title, which says whether there is a guarantee."""
     if report.statement.private:
         return "Privacy report"
     return "NOT PRIVATE: report of a run without a privacy guarantee"
@@ -37,14 +37,14 @@ def title_of(report: Any) -> str:
 
 _PICTURES = ("tradeoff", "epsilon_over_delta", "epsilon_over_steps")
 FIGURES = (*_PICTURES, *(f"{name}_narrow" for name in _PICTURES))
-"""Names of the pictures; each is drawn a second time for narrow screens."""
+"""Names of the pictures; each also has a version for narrow screens."""
 
 
 def draw_figures(report: Any) -> dict[str, str]:
-    """Return the pictures of a report as SVG texts, by name; an empty text where there is no curve to draw.
+    """Return a report's pictures as SVG texts, by name; a picture without a curve is an empty text.
 
     Args:
-        report: made by `privacy_report`.
+        report: the report that `privacy_report` returns.
     """
     return dict(
         _drawn(report.curves, report.statement.delta, report.statement.epsilon, report.checkable.plan.target_epsilon)
@@ -53,7 +53,7 @@ def draw_figures(report: Any) -> dict[str, str]:
 
 @lru_cache(maxsize=4)
 def _drawn(curves: Curves, delta: float, epsilon: float, target_epsilon: float | None) -> dict[str, str]:
-    """Draw the curves; the same ones are drawn once, since a report is written several times."""
+    """Draw the curves, with a cache, since a report is written several times."""
     tradeoff, steps, deltas = curves.tradeoff, curves.epsilon_over_steps, curves.epsilon_over_delta
     if not deltas.epsilon:
         return dict.fromkeys(FIGURES, "")
@@ -67,22 +67,22 @@ def _drawn(curves: Curves, delta: float, epsilon: float, target_epsilon: float |
         )
         found[f"epsilon_over_steps{end}"] = (
             plot_epsilon_over_steps(steps.steps, steps.epsilon, target_epsilon, narrow) if steps.steps else ""
-        )  # none of a selection, whose ε is that of all its runs
+        )  # empty for a selection, whose ε covers all its runs
     return found
 
 
 def render_html(report: Any, figures: Mapping[str, str]) -> str:
-    """Return the page.
+    """Return the HTML page of a report.
 
     Args:
-        report: made by `privacy_report`.
-        figures: made by `draw_figures`.
+        report: the report that `privacy_report` returns.
+        figures: the pictures that `draw_figures` returns.
 
     Raises:
         ValueError: a picture is missing.
     """
     if set(figures) != set(FIGURES):
-        raise ValueError(f"the page has the pictures {', '.join(FIGURES)}; got {', '.join(sorted(figures)) or 'none'}")
+        raise ValueError(f"the page needs pictures {', '.join(FIGURES)}, got {', '.join(sorted(figures)) or 'none'}")
     page = template("privacy_report.html").render(
         report=report, figures=figures, title=title_of(report), **shown_beside(report)
     )

@@ -1,8 +1,7 @@
-"""The guarantee of a folder with a released model, in one sentence, and whether its ledger bears it out.
+"""State the guarantee of a released model's folder in one sentence, and check it against the ledger.
 
-Place in the flow: before a released model is used (`dpllm generate`). It checks the parts of the
-guarantee: plan, ledger, and the files of the model. `dpllm verify` checks the report and the card too, which takes
-longer.
+`dpllm generate` does this before it uses the model. It checks the plan, the ledger and the model's
+files. `dpllm verify` also checks the report and the card, which takes longer.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Standing:
     Attributes:
         words: one sentence.
         private: whether there is a guarantee at all: a run without noise or with a fixed seed has none.
-        checks: plan, ledger, the files of the model, and the stated ε.
+        checks: the checks of plan, ledger, the model's files and the stated ε.
     """
 
     words: str
@@ -38,7 +37,7 @@ class Standing:
 
     @property
     def failed(self) -> Check | None:
-        """The first check that failed; None if all hold."""
+        """The first check that failed; None if none did."""
         return next((check for check in self.checks if not check.ok), None)
 
 
@@ -46,25 +45,25 @@ def standing_of(folder: str | Path) -> Standing:
     """Return the guarantee of a folder, computed from its ledger.
 
     Args:
-        folder: of a run, of a checkpoint, or a copy of one that was published.
+        folder: folder of a run or of a checkpoint, or a copy of a published one.
 
     Raises:
-        ValueError: it is no folder, or holds no ledger.
+        ValueError: it is not a folder, or holds no ledger.
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder. Give the folder of a run, or of a model that a run released")
+        raise ValueError(f"{folder} is not a folder. Pass the folder of a run, or of a model that a run released")
     if not (folder / LEDGER_FILE).is_file():
-        raise ValueError(f"{folder} holds no {LEDGER_FILE}, so it has no guarantee that could be checked")
+        raise ValueError(f"{folder} holds no {LEDGER_FILE}, so there is no guarantee to check")
     checks: list[Check] = []
     plan, contents = check_ledger(folder, checks)
     if plan is None or contents is None:
         return Standing("No guarantee: plan or ledger cannot be read.", False, tuple(checks))
     checks += [Check(*result) for result in release_checks(folder, contents)]
     if isinstance(plan, QueryPlan):
-        return Standing("No model: the folder holds a release that is no training run.", False, tuple(checks))
+        return Standing("No model: the folder holds the release of a query run.", False, tuple(checks))
     if plan.unplanned(contents) is not None:
-        return Standing("No guarantee: the ledger charges steps of another plan.", False, tuple(checks))
+        return Standing("No guarantee: the ledger charges steps that are not in the plan.", False, tuple(checks))
     stated = stated_guarantee(plan, contents)
     checks.append(_stated(folder, stated.epsilon))
     if plan.seeded or contents.seeded or not stated.is_finite:
@@ -78,11 +77,11 @@ def standing_of(folder: str | Path) -> Standing:
 
 
 def _stated(folder: Path, spent: float) -> Check:
-    """Compare the ε of the report, to the tolerance of other versions of the numeric packages."""
+    """Compare the report's ε, within the tolerance for different versions of the numeric packages."""
     try:
         stated = json.loads((folder / JSON_FILE).read_text(encoding="utf-8"))["statement"]["epsilon"]
         value = math.inf if stated == "inf" else float(stated)
     except (OSError, ValueError, KeyError, TypeError) as error:
         return Check(_STATED, False, f"{JSON_FILE} cannot be read ({type(error).__name__})")
     same = value == spent or math.isclose(value, spent, rel_tol=TOLERANCE)
-    return Check(_STATED, same, f"ε = {value:g}" if same else f"it states {value:g}, and the ledger gives {spent:g}")
+    return Check(_STATED, same, f"ε = {value:g}" if same else f"it states {value:g}, but the ledger gives {spent:g}")

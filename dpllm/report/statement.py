@@ -1,12 +1,12 @@
-"""The privacy statement of a run: what ran, what it guarantees, and what it doesn't.
+"""Build the privacy statement of a run: what ran, what it guarantees, and what it does not guarantee.
 
-Place in the flow: last. ε is computed from the ledger, so from what ran; the plan only names the numbers. The same
-values (`dpllm.report.models`) are written three times: as JSON for programs, and as Markdown and HTML for people. What
-a statement must say follows Ponomareva et al., "How to DP-fy ML" (JAIR 77, 2023). A point that only people can fill in
-is listed as open, and an open point is a reason not to release yet.
+ε is computed from the ledger, and therefore from what actually ran; the plan only supplies the parameters. The same
+values (`dpllm.report.models`) are written three times: as JSON for programs, and as Markdown and HTML for people. The
+contents follow Ponomareva et al., "How to DP-fy ML" (JAIR 77, 2023). A point that only people can fill in is listed as
+open, and an open point is a reason not to release yet.
 
-A training run and a run of a method are filled in by the same functions; `dpllm.report.definition` has the words in
-which they differ.
+The same functions build the reports of training runs and of query runs; `dpllm.report.definition` holds the sentences
+that differ.
 """
 
 from __future__ import annotations
@@ -63,33 +63,33 @@ MARKDOWN_FILE = "privacy_report.md"
 HTML_FILE = "privacy_report.html"
 
 _SETTINGS = {
-    TRUSTED: "central differential privacy: a simulation of federated learning with a trusted server, in one process "
-    "that reads the records of all clients and is trusted; the release is protected",
-    SECURE: "central differential privacy: a simulation of federated learning with secure aggregation, in one process "
-    "that reads the records of all clients and is trusted; the release is protected",
+    TRUSTED: "central differential privacy: a simulation of federated learning with a trusted server. One trusted "
+    "process reads the records of all clients, and the release is protected",
+    SECURE: "central differential privacy: a simulation of federated learning with secure aggregation. One trusted "
+    "process reads the records of all clients, and the release is protected",
 }
-"""The value of the fact `FEDERATED`, if there is one, to the setting."""
+"""The setting for each value of the fact `FEDERATED`."""
 _CURVE_FACTORS = (0.1, 0.01)
 
 
 def privacy_report(plan: Plan, ledger_contents: LedgerContents, notes: ReleaseNotes | None = None) -> PrivacyReport:
-    """Return the privacy statement of what ran so far.
+    """Return the privacy report of the steps or answers charged so far.
 
     Args:
-        plan: the plan of the run.
-        ledger_contents: what the ledger says.
-        notes: what only people know. None: those points stay open.
+        plan: the run's plan.
+        ledger_contents: the contents of its ledger.
+        notes: facts that only people know. None: those points stay open.
 
     Raises:
-        ValueError: the ledger belongs to another plan, or charges what the plan does not have; or people noted another
-            name of the data set.
+        ValueError: the ledger belongs to a different plan or charges events that are not planned, or the noted name of
+            the data set differs from the plan's.
     """
     contents, notes = ledger_contents, notes or ReleaseNotes()
     if any(run["plan_hash"] != plan.hash for run in contents.runs):
-        raise ValueError(f"{contents.path} was written under another plan; report with the plan that lies beside it")
+        raise ValueError(f"{contents.path} was written under a different plan: use the plan from the ledger's folder")
     if (wrong := plan.unplanned(contents)) is not None:
         raise ValueError(
-            f"{contents.path} charges steps that the plan does not have: {wrong}. Restore both from a copy"
+            f"{contents.path} charges steps that are not in the plan: {wrong}. Restore both files from a backup"
         )
     guarantee, words = stated_guarantee(plan, contents), run_words(plan, contents, notes)
     findings = Findings(
@@ -128,17 +128,18 @@ def write_report(
 ) -> PrivacyReport:
     """Write ``privacy_report.json``, ``.md``, ``.html`` and `CHECK_FILE` into a folder, and return the report.
 
-    Their hashes are written into the ledger of the folder (`dpllm.report.pages.write_pages`).
+    Also records the hashes of these files in the folder's ledger (`dpllm.report.pages.write_pages`).
 
     Args:
         output_dir: an existing folder.
-        plan: the plan of the run.
-        ledger: the ledger, open or read.
-        notes: what only people know.
-        opened: the folder's ledger, if a run has it open (`SharedLedger`). None: `ledger`, or the folder's is opened.
+        plan: the run's plan.
+        ledger: the open ledger, or its contents.
+        notes: facts that only people know.
+        opened: the folder's ledger, if a run has it open (`SharedLedger`). None: uses `ledger` if it is open, and
+            otherwise opens the ledger in the folder.
 
     Raises:
-        ValueError: the ledger is damaged, or of another plan, or a run is writing it.
+        ValueError: the ledger is damaged or belongs to a different plan, or a run is writing it.
     """
     contents = read_ledger(ledger.path) if isinstance(ledger, Ledger) else ledger
     report = privacy_report(plan, contents, notes)
@@ -166,8 +167,8 @@ def _statement(plan: Plan, contents: LedgerContents, guarantee: Guarantee, words
     seeded, finite = _is_seeded(plan, contents), guarantee.is_finite
     if seeded:
         text = (
-            "NOT PRIVATE. Sampling and noise came from a fixed seed, which is for tests. Who knows the seed can remove "
-            "the noise; the figures below would hold only with secret randomness."
+            "NOT PRIVATE. Sampling and noise came from a fixed seed, which is meant for tests. Anyone who knows the "
+            "seed can remove the noise. The figures below would hold only with secret randomness."
         )
     elif contents.num_steps == 0 and plan.num_steps > 0:
         text = f"No {words.step} has been charged: {words.nothing_learnt}."
@@ -191,13 +192,13 @@ def _statement(plan: Plan, contents: LedgerContents, guarantee: Guarantee, words
 
 def _guarantee(guarantee: Guarantee, words: RunWords) -> str:
     unit, delta, other = guarantee.one_unit, format_delta(guarantee.delta), guarantee.other
-    changes = {"zero-out": "contributed nothing", "replace-one": f"been another {unit}"}
+    changes = {"zero-out": "contributed nothing", "replace-one": f"been replaced by a different {unit}"}
     under_other = guarantee.under(other)
     value = f"ε = {up(under_other)}" if math.isfinite(under_other) else "ε is infinite"
     return (
         f"{words.subject} satisfies (ε, δ)-differential privacy with ε = {up(guarantee.epsilon)} and δ = {delta} "
-        f"for every single {unit}. Whatever is released{words.of_what} would have come out almost as likely had any "
-        f"one {unit} {changes[guarantee.adjacency]}. The chance of any outcome changes at most by the factor "
+        f"for every single {unit}. Whatever is released{words.of_what} would have been almost as likely had any "
+        f"one {unit} {changes[guarantee.adjacency]}. The probability of any outcome changes at most by the factor "
         f"{factor_words(guarantee.epsilon)}, plus {delta}. Had any one {unit} {changes[other]} ({other} adjacency), "
         f"{value} at the same δ."
     )
@@ -209,10 +210,10 @@ def _about_the_stop(plan: Plan, contents: LedgerContents, words: RunWords) -> st
         return ""
     given = f" {contents.num_steps:,} of {planned:,} planned {step}s were {words.counted}."
     if plan.stops_independently(contents):
-        return f"{given} The figures are theirs: the stop was declared independent of the data and of the {step}s."
+        return f"{given} The figures are for these: the stop was declared independent of the data and of the {step}s."
     return (
-        f"{given} The figures are those of all {planned:,}: the stop, or the choice of what is released, may depend on "
-        f"the data or on the {step}s of the run, and they hold in spite of that."
+        f"{given} The figures are for all {planned:,}, so they hold even if the stop, or the choice of what is "
+        f"released, depended on the data or on the run's {step}s."
     )
 
 
@@ -220,7 +221,7 @@ def _accounting(plan: Plan, contents: LedgerContents, guarantee: Guarantee, word
     budgets = (run.get("budget") for run in contents.runs)
     return Accounting(
         kind="privacy loss distributions (PLD), discretized pessimistically (connect the dots), composed by FFT; "
-        f"{words.of_selection}computed by dpllm.mechanism.pld and {accounting.TOOL}; tests compare both",
+        f"{words.of_selection}computed by dpllm.mechanism.pld and {accounting.TOOL}; tests compare the two",
         event=words.event,
         tool=accounting.TOOL,
         tool_version=accounting.tool_version(),
@@ -237,7 +238,7 @@ def _accounting(plan: Plan, contents: LedgerContents, guarantee: Guarantee, word
 
 
 def _curve(guarantee: Guarantee) -> tuple[CurveRow, ...]:
-    """Return ε at a few smaller δ; one too small for so many steps is left out."""
+    """Return ε at a few smaller δ; leave out a δ that the accountant cannot resolve for this many steps."""
     rows = []
     for factor in _CURVE_FACTORS:
         delta = guarantee.delta * factor
@@ -250,7 +251,7 @@ def _curve(guarantee: Guarantee) -> tuple[CurveRow, ...]:
 
 
 def _reason(plan: Plan, contents: LedgerContents) -> str | None:
-    """Return why the run ended; one with fewer steps than planned was not completed, whatever was written down."""
+    """Return why the run ended; a run with fewer steps than planned stopped early, whatever its ledger says."""
     early = contents.num_steps < planned_steps(plan, contents)
     if contents.end is not None and early and contents.end.startswith(COMPLETED):
         return STOPPED_EARLY
@@ -258,15 +259,15 @@ def _reason(plan: Plan, contents: LedgerContents) -> str | None:
 
 
 def _steps(plan: Plan, contents: LedgerContents, guarantee: Guarantee, words: RunWords) -> Steps:
-    """Return how many steps or answers, and why no more."""
+    """Return the numbers of steps or answers, and why there were no more."""
     wanted, taken, planned = plan.num_steps_wanted or plan.num_steps, contents.num_steps, planned_steps(plan, contents)
     step = words.step
     budget = (
-        f"{wanted:,} {step}s were asked for, and the target ε = {plan.target_epsilon:g} allows {plan.num_steps:,}; "
+        f"{wanted:,} {step}s were requested, and the target ε = {plan.target_epsilon:g} allows {plan.num_steps:,}; "
         if plan.num_steps_wanted is not None and plan.target_epsilon is not None
         else ""
     )
-    resumed = f"{plan.num_steps - planned} were left out after a resume, which began a new cycle of the noise; "
+    resumed = f"{plan.num_steps - planned} were skipped after a resume, which started a new noise cycle; "
     resumed = resumed if planned < plan.num_steps else ""
     ended = (
         f"the run ended: {_reason(plan, contents)}" if contents.end is not None else "the run has not ended, or crashed"
@@ -274,11 +275,11 @@ def _steps(plan: Plan, contents: LedgerContents, guarantee: Guarantee, words: Ru
     how = f"{words.counted}: the stop was declared independent" if plan.stops_independently(contents) else "planned"
     stated = f"; ε is stated for all {step}s {how}" if 0 < taken < planned else ""
     lost = lost_steps(contents)
-    held = f"; the weights hold {taken - lost} of them, since {lost} were lost before a resume" if lost else ""
+    held = f"; the weights contain {taken - lost} of them, since {lost} were lost before a resume" if lost else ""
     own = sum(count for _, count in plan.stated_steps(contents))
     total = planned if plan.selection is not None else own
     if total > max(planned, taken):
-        stated = f"; ε is stated for the {total} {step}s of the plan without a resume, which cost more"
+        stated = f"; ε is stated for the plan's {total} {step}s without a resume, which cost more"
     return Steps(
         wanted=wanted,
         planned=planned,
@@ -292,14 +293,14 @@ def _steps(plan: Plan, contents: LedgerContents, guarantee: Guarantee, words: Ru
 
 @lru_cache(maxsize=8)
 def _cross_checks(guarantee: Guarantee) -> tuple[CrossCheck, ...]:
-    """Return ε under zero-out by other ways, those that do not apply included; the events say which do."""
+    """Return ε under zero-out by other accountants, including those that do not apply to these events."""
     history, delta = guarantee.history, guarantee.delta
     merged = merge(history)
     ours, whole = accounting.epsilon(history, delta), accounting.untruncated(history)
     library, library_note = None, ""
     try:
         library, grid = comparison.fine_library_epsilon(history, delta)
-        library_note = f"by that library's own accountant, under zero-out, on the grid {grid:g}; it must agree to 1 %"
+        library_note = f"by that library's own accountant, under zero-out, on a grid of {grid:g}; must agree within 1 %"
     except ValueError as error:
         library_note = f"does not apply: {error}"
     renyi = comparison.renyi_epsilon(history, delta)
@@ -316,7 +317,7 @@ def _cross_checks(guarantee: Guarantee) -> tuple[CrossCheck, ...]:
     ]
     whole_only = merged and all(one.sampling_rate == 1 for one, _ in merged)
     if (whole_only or library is renyi is None) and math.isfinite(comparison.zcdp_rho(history)) and merged:
-        note = "an upper bound, looser by nature, under zero-out, without a gain from sampling (arXiv:1605.02065)"
+        note = "an upper bound under zero-out, always looser, without a gain from sampling (arXiv:1605.02065)"
         checks.append(("zCDP", comparison.zcdp_epsilon(history, delta), False, ours, note))
     return tuple(
         CrossCheck(
@@ -346,7 +347,7 @@ def _strength(contents: LedgerContents, guarantee: Guarantee, seeded: bool, audi
 
 
 def _audits(contents: LedgerContents, noted: str | None) -> str | None:
-    """Return the verdicts of all audits in the ledger and the one that people noted; those that refute come first."""
+    """Return the verdicts of the ledger's audits and of the noted audit; refutations come first."""
     lines = [*(audit["summary"] for audit in contents.notes.audits), *([noted] if noted else [])]
     return "; ".join(sorted(dict.fromkeys(lines), key=lambda line: not line.startswith(REFUTED))) or None
 
@@ -355,22 +356,22 @@ def _tier(epsilon: float, seeded: bool) -> tuple[str, str]:
     if seeded or math.isinf(epsilon):
         return "none", "There is no guarantee."
     if epsilon <= 1:
-        return "strong", "ε of at most 1 is a strong formal guarantee."
+        return "strong", "An ε of at most 1 is a strong formal guarantee."
     if epsilon <= 10:
         return (
             "reasonable",
-            "ε between 1 and 10 is a reasonable guarantee. The bounds on attacks show its meaning.",
+            "An ε between 1 and 10 is a reasonable guarantee. The bounds on attacks show what it means.",
         )
     return (
         "weak",
-        "ε above 10 is a weak guarantee. The number by itself is no evidence of anonymity, and an empirical audit of "
-        "the model belongs with it.",
+        "An ε above 10 is a weak guarantee. The number alone is no evidence of anonymity, and should come with an "
+        "empirical audit of the model.",
     )
 
 
 def _command(guarantee: Guarantee, plan: Plan) -> str | None:
-    """Return the command that computes ε from the numbers alone; None where ``dpllm epsilon`` lacks the event."""
-    if plan.method is not None:  # of several kinds of answers, which one command has no options for
+    """Return the command that computes ε from the parameters alone; None if ``dpllm epsilon`` cannot express them."""
+    if plan.method is not None:  # a single command has no options for several kinds of answers
         return None
     rounds = accounting.together(guarantee.history) if plan.event.restarts else merge(guarantee.history)
     (one, _), *_ = rounds or merge(plan.history)

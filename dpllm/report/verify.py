@@ -1,10 +1,10 @@
-"""Whether what lies in the folder of a run is what the run left behind: `dpllm verify`.
+"""Check that a run's folder contains what the run wrote: `dpllm verify`.
 
-Place in the flow: after everything else, by anyone who holds the folder. The numbers are computed again from the plan
-and the ledger and compared with the report's JSON. The report's files and the model card are compared with the hashes
-with which the ledger names them; of a card that people went on writing, dpllm's own parts are compared. Plan, ledger
-and hashes are no signatures: whoever edits a ledger and redoes its hashes consistently is not found out. What people
-noted (who holds the data, utility, ...) and the recorded versions of the software are taken from the JSON.
+Anyone who has the folder can run it. It recomputes the numbers from the plan and the ledger and compares them with the
+report's JSON. It compares the report's files and the model card with their hashes in the ledger; in a card that people
+edited, it compares the parts that dpllm wrote. Hashes are not signatures: a ledger that was edited with all hashes
+recomputed consistently is not detected. People's notes (who holds the data, utility, …) and the recorded software
+versions are taken from the JSON.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from dpllm.report.statement import HTML_FILE, JSON_FILE, MARKDOWN_FILE, ReleaseN
 from dpllm.report.verify_release import missing_points, other_claims, release_checks, without_comments
 
 TOLERANCE = 1e-5
-"""How far numbers may differ, relatively, if another processor or other versions of the numeric packages computed them.
+"""Largest relative difference between numbers from different processors or versions of the numeric packages.
 
-Processors with other vector instructions differ in the last digit of a logarithm, of which the tail of a composition
-made up to 3e-6. A report names no such instructions, so that every report is compared in this way.
+Processors with different vector instructions differ in the last digit of a logarithm, which the tail of a composition
+amplified to at most 3e-6. A report does not name these instructions, so every report is compared in this way.
 """
 
-_THRESHOLDS = "each step in the ledger carries the clip threshold of a clipping that adapts"
+_THRESHOLDS = "each step in the ledger has the clip threshold that the plan's adaptive clipping allows"
 
 _AGAIN = "`dpllm report RUN --write` writes it again"
 _NUMERIC = ("dp_accounting", "numpy", "scipy", "python")
@@ -58,16 +58,16 @@ _NUMERIC = ("dp_accounting", "numpy", "scipy", "python")
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at."""
+    """One check and its result."""
 
     what: str
     """What must hold."""
     passed: bool | None
-    """Whether it does; None: it was not checked."""
+    """Whether it holds; None: it was not checked."""
     detail: str
-    """What was found; if it doesn't hold, where; if it was not checked, why."""
+    """The finding; for a failed check, where; for one that was not checked, why."""
     has_remedy: bool = False
-    """Whether the detail of a failure says what to do."""
+    """Whether the detail of a failed check says what to do."""
 
     @property
     def ok(self) -> bool:
@@ -110,24 +110,29 @@ def verification_rows(verification: Verification) -> list[tuple[str, str]]:
 def verify(folder: str | Path) -> Verification:
     """Compare a folder with the numbers that follow from its plan and ledger, and with the hashes in the ledger.
 
-    A file that is missing, or can't be read, is a failed check. Checked are: the plan against its hash; the ledger's
-    chain of hashes; that the ledger is of that plan, each step the plan's, and no more of them than planned; that the
-    report speaks of as many steps as the ledger (lines cut off at the ledger's end break no hash); the JSON against its
-    schema, and key by key against what is recomputed; the report's files against the hashes in the ledger; and, where
-    there is one, the numbers, the guarantee and the open points of the model card, and the ε that it states. The files
-    of the model, the checkpoints and the audits are held to the lines of the ledger that name them
-    (`dpllm.report.verify_release`). On the machine of the training, the texts to publish are compared with strings of
-    the private data (`dpllm.report.private_strings`). If another version of dpllm made the report, its sentences are
-    held to its hash only.
+    A missing or unreadable file is a failed check. The checks are:
+
+    - the plan matches its hash, and the ledger's lines form a chain of hashes;
+    - the ledger belongs to that plan, each step is a planned one, and there are no more steps than planned;
+    - the report counts as many steps as the ledger (no hash reveals lines that were cut off at the ledger's end);
+    - the JSON fits its schema and, key by key, the recomputed values;
+    - the report's files match the hashes in the ledger;
+    - the model card, if there is one, has the report's guarantee and open points, and states no different ε;
+    - the model's files, the checkpoints and the audits match the lines of the ledger that name them
+      (`dpllm.report.verify_release`);
+    - on the machine of the training, the texts to publish contain no strings of the private data
+      (`dpllm.report.private_strings`).
+
+    If a different version of dpllm wrote the report, its sentences are only compared with its hash.
 
     Args:
-        folder: of a run or of a checkpoint.
+        folder: folder of a run or of a checkpoint.
 
     Returns:
-        All checks, also those that passed. Numbers in the JSON must agree to `TOLERANCE`.
+        All checks, including those that passed. Numbers in the JSON must agree within `TOLERANCE`.
 
     Raises:
-        MethodError: the plan is of a method that is not installed.
+        MethodError: the plan uses a method that is not installed.
     """
     folder = Path(folder)
     checks: list[Check] = []
@@ -146,24 +151,24 @@ def verify(folder: str | Path) -> Verification:
     same_code = recorded is not None and _is_of_this_code(recorded)
     if due is not None and recorded is not None:
         checks.append(_json_check(recorded, _plain(due), same_code))
-        if checks[-1].ok:  # so that rounding of numbers that other versions computed can't matter
-            with contextlib.suppress(ValueError):  # a number just out of its range, which the schema's check named
+        if checks[-1].ok:  # so that the rounding of numbers from other versions cannot matter
+            with contextlib.suppress(ValueError):  # a number just out of range, which the schema check reported
                 due = PrivacyReport.read(recorded)
     checks += [_hash_check(folder / name, contents) for name in (JSON_FILE, MARKDOWN_FILE, HTML_FILE)]
     checks.append(_verifier_check(folder / CHECK_FILE, contents))
     if not (folder / CARD_FILE).is_file() and contents is not None and CARD_FILE in contents.notes.pages:
-        checks.append(Check(f"{CARD_FILE} has the guarantee of the report", None, "the card that dpllm wrote is gone"))
+        checks.append(Check(f"{CARD_FILE} has the guarantee of the report", None, "dpllm wrote one, but it is missing"))
     if (folder / CARD_FILE).is_file():
         checks.append(_card_check(folder / CARD_FILE, due, contents, same_code))
     return Verification(folder, tuple(checks))
 
 
 def check_ledger(folder: Path, checks: list[Check]) -> tuple[PrivacyPlan | QueryPlan | None, LedgerContents | None]:
-    """Read plan and ledger, and compare them; the checks are added to a list.
+    """Read plan and ledger, compare them, and append the checks to a list.
 
     Args:
-        folder: of a run or of a checkpoint.
-        checks: of the folder so far.
+        folder: folder of a run or of a checkpoint.
+        checks: the folder's checks so far.
 
     Returns:
         Plan and ledger; None for one that cannot be read.
@@ -182,7 +187,7 @@ def _plain(report: Any) -> dict[str, Any]:
 
 
 def _tried(checks: list[Check], what: str, load: Callable[[], Any], found: Callable[[Any], str]) -> Any:
-    """Return what was loaded, or None, and note which."""
+    """Return the loaded value, or None if loading failed, and append the check."""
     try:
         value = load()
     except MethodError:
@@ -213,7 +218,7 @@ def _of_report(report: Mapping[str, Any]) -> str:
 
 def _read_json(path: Path) -> dict[str, Any]:
     def refuse(constant: str) -> float:
-        raise ValueError(f"{path} holds {constant}, which is no JSON")
+        raise ValueError(f"{path} holds {constant}, which is not valid JSON")
 
     try:
         value = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
@@ -233,7 +238,7 @@ def _ledger_checks(plan: PrivacyPlan | QueryPlan, contents: LedgerContents) -> l
     own = Check(
         "the ledger is of this plan",
         not others,
-        f"it was written under {', '.join(others)}, and the plan is {plan.hash[:12]}"
+        f"it was written under {', '.join(others)}, but the plan is {plan.hash[:12]}"
         if others
         else "each run in it names the plan's hash",
     )
@@ -268,13 +273,11 @@ def _step_count(contents: LedgerContents, recorded: Mapping[str, Any], queries: 
     try:
         counted = recorded["accounting"]["parameters"]["num_steps_charged"]
     except (KeyError, TypeError):
-        return Check(what, False, f"the report counts no {steps}")
+        return Check(what, False, f"the report has no count of {steps}")
     if counted == contents.num_steps:
         return Check(what, True, f"{counted} {steps}")
     missing = isinstance(counted, int) and counted > contents.num_steps
-    cause = (
-        "lines were cut off its end, or the report is of an earlier state" if missing else "the run went on after it"
-    )
+    cause = "lines were cut off at its end, or the report is older" if missing else "the run continued after the report"
     return Check(what, False, f"the report counts {counted} {steps}, the ledger {contents.num_steps}: {cause}")
 
 
@@ -285,30 +288,30 @@ def _schema_check(recorded: Mapping[str, Any]) -> Check:
         return Check(what, False, f"it {words}")
     lines = complaints(PrivacyReport, recorded)
     if lines and not _is_of_this_code(recorded):
-        words = f"{written_by(recorded)} wrote it with other keys ({listed(lines, 3)})"
-        return Check(what, None, f"{words}; {_AGAIN} with those of this version")
-    return Check(what, not lines, listed(lines) if lines else "every key known, none missing")
+        words = f"{written_by(recorded)} wrote it with different keys ({listed(lines, 3)})"
+        return Check(what, None, f"{words}; {_AGAIN} with the keys of this version")
+    return Check(what, not lines, listed(lines) if lines else "no key is unknown or missing")
 
 
 def _version_check(contents: LedgerContents, recorded: Mapping[str, Any]) -> Check:
-    """Whether the dpllm that wrote report and ledger is the one that checks them; other code may compute otherwise."""
+    """Check whether this version of dpllm wrote report and ledger; different code may compute different values."""
     what, here = "report and ledger were written by this version of dpllm", version_words(*code_version())
     report = written_by(recorded)
     runs = dict.fromkeys(version_words(run["version"], run["commit"], run["changed"]) for run in contents.runs)
     if report == here and list(runs) == [here] and code_version().commit and not code_version().changed:
         return Check(what, True, here)
     if report == here and list(runs) == [here]:
-        return Check(what, None, f"no commit holds the code of {here}, so it can't be compared")
+        return Check(what, None, f"no commit holds the code of {here}, so it cannot be compared")
     return Check(
         what,
         None,
-        f"made by another version: report {report or 'unknown'}; ledger {', '.join(runs)}; you run {here}. The numbers "
-        "are computed again by yours",
+        f"written by a different version: report {report or 'unknown'}; ledger {', '.join(runs)}; you run {here}, "
+        "which recomputed the numbers",
     )
 
 
 def _is_of_this_code(recorded: Mapping[str, Any]) -> bool:
-    """Whether the sentences of a report must be those of this version; without a name of its version, they must."""
+    """Return whether a report's sentences must be those of this version; also true if it names no version."""
     return written_by(recorded) in (None, version_words(*code_version()))
 
 
@@ -318,7 +321,7 @@ def _recomputed(
     contents: LedgerContents | None,
     recorded: dict[str, Any] | None,
 ) -> PrivacyReport | None:
-    """Return the report as it should be: what people noted and the versions are taken from what was recorded."""
+    """Return the report as it should be, with the recorded notes and versions."""
     if plan is None or contents is None:
         return None
     what = "the report can be computed again"
@@ -336,11 +339,11 @@ def _notes(recorded: Mapping[str, Any] | None) -> ReleaseNotes:
     try:
         return notes_of(recorded or {})
     except (KeyError, TypeError, AttributeError, ValueError):
-        return ReleaseNotes()  # what is missing is found when the keys are compared
+        return ReleaseNotes()  # the comparison of the keys finds what is missing
 
 
 def _with_its_software(report: PrivacyReport, recorded: Mapping[str, Any]) -> PrivacyReport:
-    """Return the report with the software that the record names, where it names it as reports do."""
+    """Return the report with the recorded software versions, if they have the form that reports use."""
     accounting, checkable = _part(recorded, "accounting"), _part(recorded, "checkable")
     tool, machine = accounting.get("tool_version"), checkable.get("machine")
     versions = checkable.get("versions")
@@ -361,11 +364,11 @@ def _part(recorded: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 _NUMBERS = ("format", "statement", "accounting", "strength", "curves", "checkable")
-"""Parts of the JSON whose numbers are compared whichever version made the report."""
+"""Parts of the JSON whose numbers are compared even if a different version wrote the report."""
 
 
 def _json_check(found: Mapping[str, Any], due: Mapping[str, Any], same_code: bool) -> Check:
-    """Compare the JSON with what is recomputed; if another version made it, its numbers and names only."""
+    """Compare the JSON with the recomputed values; if a different version wrote it, only its numbers and names."""
     what = f"{JSON_FILE} says what plan and ledger say"
     changed = _other_versions(found)
     if not same_code:
@@ -377,26 +380,26 @@ def _json_check(found: Mapping[str, Any], due: Mapping[str, Any], same_code: boo
     ]
     if lines:
         return Check(what, False, listed(lines))
-    why = f", since other versions computed it ({', '.join(changed)})" if changed else ""
+    why = f", since different versions computed it ({', '.join(changed)})" if changed else ""
     which = "every key agrees, numbers" if same_code else "its numbers agree"
-    return Check(what, True, f"{which} to {TOLERANCE:g}{why}")
+    return Check(what, True, f"{which} within {TOLERANCE:g}{why}")
 
 
 def _has_other_keys(path: str, found: Any, due: Any) -> bool:
-    """Whether another version has a key or a list that this one has not; all have the statement."""
+    """Return whether a different version has a key or list that this one lacks; every version has the statement."""
     both_lists = isinstance(found, list) and isinstance(due, list)
     return not path.startswith("statement") and (found is _ABSENT or due is _ABSENT or both_lists)
 
 
 def _is_words(value: Any) -> bool:
-    """Whether a value is a sentence, or several: another version may word it otherwise."""
+    """Return whether a value consists of sentences, which a different version may word differently."""
     if isinstance(value, list):
         return all(map(_is_words, value))
     return value is _ABSENT or value is None or (isinstance(value, str) and " " in value)
 
 
 def _other_versions(recorded: Mapping[str, Any]) -> list[str]:
-    """Return the recorded versions of numeric software that are not the installed ones."""
+    """Return the recorded versions of numeric packages that differ from the installed ones."""
     checkable = recorded.get("checkable")
     versions = checkable.get("versions") if isinstance(checkable, dict) else None
     if not isinstance(checkable, dict) or not isinstance(versions, dict):
@@ -416,7 +419,7 @@ _ABSENT = object()
 
 
 def _differences(found: Any, due: Any, path: str, tolerance: float) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (path, what stands there, what should) for every leaf that differs."""
+    """Yield (path, actual value, expected value) for every leaf that differs."""
     if isinstance(found, dict) and isinstance(due, dict):
         for key in [*due, *(key for key in found if key not in due)]:
             below = f"{path}.{key}" if path else str(key)
@@ -459,51 +462,51 @@ def _read_text(path: Path) -> str:
 
 
 def _hash_check(path: Path, contents: LedgerContents | None) -> Check:
-    """Compare a file of the report with the hash that the ledger names last."""
+    """Compare a file of the report with its last hash in the ledger."""
     what = f"{path.name} is as dpllm wrote it"
     try:
         content = path.read_bytes()
     except OSError as error:
         return Check(what, False, f"{path} cannot be read ({error.strerror}); {_AGAIN}")
     if contents is None:
-        return Check(what, False, "there is nothing to compare it with, since the ledger cannot be used")
+        return Check(what, False, "it cannot be compared, since the ledger cannot be used")
     written = contents.notes.pages.get(path.name)
     if written is None:
-        return Check(what, False, "the ledger does not name it: dpllm did not write it, or lines were cut off")
+        return Check(what, False, "the ledger does not name it: dpllm did not write it, or ledger lines were cut off")
     digest = hashlib.sha256(content).hexdigest()
     if digest != written:
-        hashes = f"its SHA-256 is {digest[:12]}, and the ledger names {written[:12]}"
-        return Check(what, False, f"{hashes}: it was edited, or lines of the ledger were cut off. Restore both")
+        hashes = f"its SHA-256 is {digest[:12]}, but the ledger names {written[:12]}"
+        return Check(what, False, f"{hashes}: it was edited, or ledger lines were cut off. Restore both files")
     return Check(what, True, f"SHA-256 {digest[:12]}")
 
 
 def _verifier_check(path: Path, contents: LedgerContents | None) -> Check:
-    """Compare the verifier beside the report with the hash in the ledger, and say how it is run."""
+    """Compare the verifier next to the report with its hash in the ledger, and say how to run it."""
     if contents is not None and path.name not in contents.notes.pages and not path.exists():
         why = (
             "no report was written"
             if JSON_FILE not in contents.notes.pages
-            else "the version that wrote the report had none"
+            else "the version that wrote the report did not have one"
         )
         return Check(f"{path.name} is as dpllm wrote it", None, f"{why}; {_AGAIN}")
     found = _hash_check(path, contents)
-    how = f"`python {path.name}` in the folder computes ε again without dpllm, or says why it cannot"
+    how = f"`python {path.name}` in the folder recomputes ε without dpllm, or says why it cannot"
     return replace(found, detail=f"{found.detail}; {how}") if found.passed else found
 
 
 def _card_check(path: Path, due: PrivacyReport | None, contents: LedgerContents | None, same_code: bool) -> Check:
-    """Compare dpllm's parts of the card with the report; people may have written the rest."""
+    """Compare dpllm's parts of the card with the report; people may have edited the rest."""
     what = f"{path.name} has the guarantee and the open points of the report"
     try:
         text, metadata = _read_text(path), metadata_in(path)
     except ValueError as error:
         return Check(what, False, _in_words(error))
     if due is None or contents is None:
-        return Check(what, False, "there is nothing to compare it with, since plan or ledger cannot be used")
+        return Check(what, False, "it cannot be compared, since plan or ledger cannot be used")
     right = json.loads(json.dumps(privacy_metadata(due)))
     found, written = metadata.get(BLOCK, _ABSENT), contents.notes.pages.get(path.name)
     own = [*own_lines(due, metadata.get("base_model")), *(f"epsilon: {value}" for value in _epsilons(right))]
-    claims = [f"another claim: {claim}" for claim in other_claims(text, own)]
+    claims = [f"a different claim: {claim}" for claim in other_claims(text, own)]
     if found is _ABSENT and written is None and not claims:
         return Check(what, None, "dpllm wrote no card here")
     if found is _ABSENT:
@@ -521,12 +524,12 @@ def _card_check(path: Path, due: PrivacyReport | None, contents: LedgerContents 
     if lines:
         return Check(what, False, listed(lines))
     if not same_code and not same:
-        return Check(what, None, "another version wrote it, and people edited it: its sentences were not compared")
-    return Check(what, True, "as dpllm wrote it" if same else "people edited the rest of it, which is not checked")
+        return Check(what, None, "a different version wrote it and people edited it: its sentences were not compared")
+    return Check(what, True, "as dpllm wrote it" if same else "people edited the rest, which is not checked")
 
 
 def _epsilons(block: Mapping[str, Any]) -> list[Any]:
-    """Return the ε in the card's block for programs."""
+    """Return the values of ε in the card's machine-readable block."""
     return [block["epsilon"], *block["epsilon_by_adjacency"].values()]
 
 
@@ -537,37 +540,37 @@ _SAME = 1e-9  # relative; machines differ in the last digits of a logarithm
 def thresholds_found(plan: PrivacyPlan, contents: LedgerContents) -> tuple[bool, str] | None:
     """Compare the thresholds of a ledger's steps with the plan's clipping.
 
-    A threshold moves by the noisy statistic of its step only. The statistic itself is in no file, but the units of a
-    step and their noise bound it, and so the next threshold. A threshold that something else moved, such as a loop of
-    one's own, can hold private values.
+    Only the noisy statistic of a step may change the threshold. The statistic itself is in no file, but the units of a
+    step and their noise bound it, and therefore the next threshold. A threshold that anything else changed, such as a
+    custom training loop, may contain private values.
 
     Args:
-        plan: of the run.
-        contents: of its ledger.
+        plan: the run's plan.
+        contents: the contents of its ledger.
 
     Returns:
-        Whether they are as the plan says, and the finding in words; None: none is needed and there is none.
+        Whether they fit the plan, and the finding in words; None if the plan needs none and the ledger has none.
     """
     clipping, path = plan.mechanism.clipping, contents.notes.thresholds
     if not isinstance(clipping, AdaptiveClipping):
-        return (False, f"{len(path)} steps do: not as the plan says") if path else None
+        return (False, f"{len(path)} steps have one, and the plan does not adapt it") if path else None
     carried = contents.num_steps - contents.torn_steps
     first_is_due = path[:1] in ([], [clipping.threshold]) or contents.torn_steps > 0
     if len(path) != carried or not first_is_due:
-        return False, f"{len(path)} steps do: not as the plan says"
+        return False, f"{len(path)} steps have one: not as the plan says"
     wrong = next(_wrong(plan, clipping, path, contents.notes.begun_at), None)
-    return (wrong is None, f"{len(path)} steps do" + ("" if wrong is None else f": {wrong}"))
+    return (wrong is None, f"{len(path)} steps have one" + ("" if wrong is None else f": {wrong}"))
 
 
 def _wrong(plan: PrivacyPlan, clipping: AdaptiveClipping, path: list[float], begun_at: list[int]) -> Iterator[str]:
-    """Yield each threshold that no noisy statistic of the step before can give."""
+    """Yield each threshold that the previous step's noisy statistic cannot explain."""
     furthest, begun = _largest_statistic(plan), set(begun_at)
     for at in range(1, len(path)):
         before, now = path[at - 1], path[at]
-        if math.isclose(now, before, rel_tol=_SAME):  # the step before was drawn and not taken
+        if math.isclose(now, before, rel_tol=_SAME):  # the previous step was drawn but not taken
             continue
         if at in begun:
-            yield f"step {at + 1} of them has {now:g} after a resume, and {before:g} was charged last"
+            yield f"number {at + 1} is {now:g} after a resume, but the last one charged was {before:g}"
             continue
         moved = [
             clipping.at(before).updated(statistic, plan.expected_batch_size).threshold
@@ -575,14 +578,14 @@ def _wrong(plan: PrivacyPlan, clipping: AdaptiveClipping, path: list[float], beg
         ]
         if not min(moved) * (1 - _SAME) <= now <= max(moved) * (1 + _SAME):
             yield (
-                f"step {at + 1} of them has {now:g}, and the noisy count of the step before moves {before:g} to "
-                f"{min(moved):g} at least and {max(moved):g} at most: something else moved it"
+                f"number {at + 1} is {now:g}, but the noisy count of the previous step can only change {before:g} to "
+                f"between {min(moved):g} and {max(moved):g}: something else changed it"
             )
 
 
 def _largest_statistic(plan: PrivacyPlan) -> float:
     """Return a bound on the size of a step's noisy statistic, in units."""
-    chosen = plan.seeded or plan.noise_multiplier == 0  # such a run may take more units than it draws
+    chosen = plan.seeded or plan.noise_multiplier == 0  # such a run may use more units than it draws
     units = plan.num_units if chosen else plan.max_batch_size
     noise = plan.mechanism.noise
     variance = max(noise.variance(step, plan.num_steps) for step in (0, plan.num_steps - 1))

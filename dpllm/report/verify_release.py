@@ -1,7 +1,7 @@
-"""Whether the weights, checkpoints and audits in a run's folder are those that its ledger names.
+"""Check that the weights, checkpoints and audits in a run's folder are those that its ledger names.
 
-Place in the flow: the part of `dpllm verify` that looks beyond the report (`dpllm.report.verify`). The guarantee is
-about weights: a report that is right beside other weights says nothing about them.
+`dpllm verify` (`dpllm.report.verify`) runs these checks in addition to those of the report. The guarantee is about
+weights: a correct report next to different weights says nothing about them.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _Result = tuple[str, bool | None, str]
 
 
 def release_checks(folder: Path, contents: LedgerContents, queries: bool = False) -> Iterator[_Result]:
-    """Yield (what must hold, whether it does, what was found) for the files beside a ledger; None: it was not checked.
+    """Yield (what must hold, whether it does, the finding) for the files next to a ledger; None: not checked.
 
     Args:
-        folder: of a run, of a checkpoint, or one that a model was saved in.
-        contents: what the ledger in it says.
-        queries: whether it is that of a query run, which has no steps of weights.
+        folder: folder of a run, of a checkpoint or of a saved model.
+        contents: the contents of its ledger.
+        queries: whether it is a query run's folder, whose files take no training steps.
     """
     files = "the released files" if queries else "the model's files"
     what = f"{files} are those that were saved"
@@ -77,7 +77,7 @@ def _weights(what: str, folder: Path, contents: LedgerContents) -> _Result:
 
 
 def _other_files(folder: Path, contents: LedgerContents) -> _Result:
-    """The result for files that neither dpllm wrote nor the ledger names: nobody can tell what is in them."""
+    """Return the result for files that dpllm did not write and the ledger does not name: their contents are unknown."""
     what = "no other file lies in the folder"
     named = {*_KNOWN, *(released_files(contents, folder) or {}), *(audit["file"] for audit in contents.notes.audits)}
     named |= {f"{PRETRAINED_FOLDER}/{name}" for name in contents.notes.public_start or {}}
@@ -89,14 +89,14 @@ def _other_files(folder: Path, contents: LedgerContents) -> _Result:
         return (
             what,
             None,
-            f"neither the ledger nor ε knows of {_some(sorted(unknown))}: look into them before a release",
+            f"neither the ledger nor ε covers {_some(sorted(unknown))}: inspect these files before a release",
         )
-    kept = f"{PRIVATE_FOLDER}/, which is not for release, and {', '.join(_BY_NAME)}, which are known by name only"
-    return what, True, f"but for {kept}"
+    kept = f"{PRIVATE_FOLDER}/, which must not be released, and {', '.join(_BY_NAME)}, which are known only by name"
+    return what, True, f"except for {kept}"
 
 
 def _names(folder: Path) -> Iterator[str]:
-    """Yield every file and link below a folder by name, but for those that are never for release."""
+    """Yield the names of all files and links below a folder, except those that are never released."""
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()
         if (path.is_file() or path.is_symlink()) and name.split("/")[0] != PRIVATE_FOLDER:
@@ -104,7 +104,7 @@ def _names(folder: Path) -> Iterator[str]:
 
 
 def _shown(name: str) -> str:
-    """Return a name for a list; of a hidden folder that of the folder."""
+    """Return a file's name for a list; for a file in a hidden folder, the folder's name."""
     top = name.split("/")[0]
     return f"{top}/" if top.startswith(".") and top != name else name
 
@@ -118,11 +118,11 @@ def _public_start(folder: Path, contents: LedgerContents) -> _Result:
 
 
 def _unnamed(what: str, folder: Path, contents: LedgerContents) -> _Result:
-    """The result where the ledger names no files: whose weights lie beside it then, nobody can tell."""
+    """Return the result if the ledger names no files: any weights next to it are then of unknown origin."""
     weights, _ = unnamed_weights(folder, {})
     if not weights:
         saved = ", ".join(dict.fromkeys(release["folder"] for release in contents.notes.released))
-        return what, None, "there are none here; the ledger names " + (f"those of {saved}" if saved else "none")
+        return what, None, "there are none here; the ledger names " + (f"those in {saved}" if saved else "none")
     listed = _some([f"{name} may hold weights, and the ledger does not name it" for name in weights])
     return (
         what,
@@ -138,7 +138,7 @@ def _steps(folder: Path, contents: LedgerContents) -> _Result:
     except ValueError as error:
         return what, False, str(error)
     if taken is None:
-        return what, None, "the folder does not say how many they have taken"
+        return what, None, "the folder does not record how many they have taken"
     words = f"{taken} taken, {contents.num_steps} charged"
     return what, taken <= contents.num_steps, words if taken <= contents.num_steps else f"{words}: lines were cut off"
 
@@ -170,10 +170,10 @@ def _audits(folder: Path, contents: LedgerContents) -> _Result:
 
 
 def other_claims(text: str, own: Collection[str]) -> list[str]:
-    """Return each value of ε that a model card states and that dpllm's own lines do not.
+    """Return each ε that a model card states and dpllm's own lines do not.
 
     Args:
-        text: of the card.
+        text: the card's text.
         own: texts that state the report's ε.
 
     >>> other_claims("ε = 2.0 and epsilon: 0.5", ["epsilon: 2"])
@@ -189,11 +189,11 @@ def without_comments(text: str) -> str:
 
 
 def missing_points(text: str, points: Sequence[str]) -> list[str]:
-    """Return the open points of a report that its card does not list, each in a line of its own.
+    """Return the report's open points that the card does not list on lines of their own.
 
     Args:
-        text: of the card, `without_comments`.
-        points: of the report.
+        text: the card's text, `without_comments`.
+        points: the report's open points.
     """
     listed = {line.strip() for line in text.split("\n")}
     return [point for point in points if f"- {point}" not in listed]

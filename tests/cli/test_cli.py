@@ -258,7 +258,7 @@ def test_tuning_is_priced() -> None:
     """--best-of: the cost of releasing the best of a random number of runs."""
     assert as_json([*EPSILON, "--best-of", "10"])["best_of"]["epsilon"] == pytest.approx(9.26, abs=5e-3)
     assert "ε of the best of 10 runs on average" in run([*EPSILON, "--best-of", "10"])
-    assert "rows of one unit are drawn singly" in refuse([*EPSILON, "--best-of", "10", "--rows-per-unit", "2"])
+    assert "rows of one unit are drawn individually" in refuse([*EPSILON, "--best-of", "10", "--rows-per-unit", "2"])
     assert "if noise is discrete" in refuse([*EPSILON, "--best-of", "10", "--discrete-sensitivity", "1.1"])
 
 
@@ -296,7 +296,7 @@ def test_what_people_know_is_noted(folder: Path) -> None:
     asked = "Not filled in: Who holds the raw data?"
     assert asked in values["open_points"] and not (folder / "privacy_report.html").exists()
     opened = "".join(f"- {point}\n" for point in values["open_points"])
-    head = "The privacy report has open points, and each is a reason not to release yet:"
+    head = "The privacy report has open points. Each one is a reason not to release yet:"
     (folder / "README.md").write_text(f"# A model\n\n{head}\n\n{opened}\n## Privacy\n")
     noted = as_json(["report", "note", str(folder), "data_holder=the clinic", "other_uses=none"])
     assert noted["setting"]["data_holder"] == "the clinic" and noted["definition"]["other_uses_of_the_data"] == "none"

@@ -154,8 +154,8 @@ def test_every_kind_of_file(tmp_path, ending):
     ("path", "error", "message"),
     [
         ("nowhere.jsonl", ConfigError, "no such file or folder"),
-        ("nowhere", ConfigError, "no such file or folder here, and a data set of the Hub is written owner/name"),
-        ("empty.jsonl", DataError, "there is no record in it"),
+        ("nowhere", ConfigError, "no such file or folder here"),
+        ("empty.jsonl", DataError, "it contains no record"),
         ("mixed.jsonl", DataError, "column 'text' holds text .*line 2"),
         ("builtin:none", ConfigError, "unknown corpus"),
     ],

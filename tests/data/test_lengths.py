@@ -81,8 +81,8 @@ def test_rows_that_cannot_be_trained_on_are_refused_with_their_number(row, task,
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ({"input_ids": [[5, 6]]}, "the input_ids of row 0 are a list of lists and not a list of token ids: tokenize"),
-        ({"text": "five six"}, "row 0 has no input_ids; it has text: tokenize the records first"),
+        ({"input_ids": [[5, 6]]}, "the input_ids of row 0 are a list of lists instead of a list of token ids"),
+        ({"text": "five six"}, "row 0 has no input_ids, only text"),
         ({"input_ids": "five six"}, "the input_ids of row 0 are text: tokenize the records first"),
         ({"input_ids": ["five", "six"]}, "the input_ids of row 0 are text: tokenize the records first"),
         ({"input_ids": None}, "row 0 has no input_ids: a row needs at least one token"),
@@ -148,7 +148,7 @@ def test_rows_beyond_the_model_are_refused(arrow):
     dataset = in_arrow(rows) if arrow else rows
     with pytest.raises(DataError, match="3 tokens"):
         row_lengths(dataset, None, Limits(positions=2))
-    with pytest.raises(DataError, match="model's table"):
+    with pytest.raises(DataError, match="embedding table"):
         row_lengths(dataset, None, Limits(tokens=9))
     assert row_lengths(dataset, None, Limits(3, 10)).tolist() == [2, 3, 1]
 
@@ -203,7 +203,7 @@ def test_labels_that_a_head_does_not_have_are_refused(task, good, bad):
             refuse_other_classes(make([{name: one} for one in good]), task, 3)
             for one in bad:
                 rows = [{name: good[0]}, {name: one}] if several else [{name: [one] if task[0] == "s" else one}]
-                with pytest.raises(DataError, match=rf"row {len(rows) - 1} has a label outside of the whole numbers"):
+                with pytest.raises(DataError, match=rf"row {len(rows) - 1} has a label that is neither"):
                     refuse_other_classes(make(rows), task, 3)
     refuse_other_classes([{"labels": 9.5}], "regression", 1)
     refuse_other_classes([{"labels": "text"}, {"labels": None}, {}], task, 3)

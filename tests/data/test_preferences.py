@@ -148,5 +148,5 @@ def test_prompts_that_several_pairs_share_are_found():
 def test_a_reference_that_is_no_number_is_refused(values):
     """It would fail in the first step."""
     given = trl_data.preferences(4)["prompt"].add_column("ref_chosen_logps", values)
-    with pytest.raises(DataError, match="leave both"):
+    with pytest.raises(DataError, match="omit both"):
         reference_in(given.add_column("ref_rejected_logps", values))

@@ -115,14 +115,17 @@ SAID = {
     "renamed.csv": (r"ends in \.xlsx or \.zip", lambda path: path.write_bytes(b"PK\x03\x04rest")),
     "table.csv": (r"ends in \.parquet", lambda path: FRAME.to_parquet(path)),
     "cut.jsonl.gz": (
-        "cut off or damaged",
+        "truncated or damaged",
         lambda path: path.write_bytes(gzip.compress((LINES * 50).encode())[:-20]),
     ),
     "lines.txt": (r"data\.txt_records: line", lambda path: path.write_text(LINES)),
-    "list.txt": ("end in .json", lambda path: path.write_text(json.dumps([{"text": "x"}, {"text": "y"}], indent=1))),
-    "false.csv.gz": ("cut off or damaged", lambda path: path.write_text("text\nx\n")),
-    "false.csv.zst": ("cut off or damaged", lambda path: path.write_text("text\nx\n")),
-    "false.csv.xz": ("cut off or damaged", lambda path: path.write_text("text\nx\n")),
+    "list.txt": (
+        "Rename it to .json",
+        lambda path: path.write_text(json.dumps([{"text": "x"}, {"text": "y"}], indent=1)),
+    ),
+    "false.csv.gz": ("truncated or damaged", lambda path: path.write_text("text\nx\n")),
+    "false.csv.zst": ("truncated or damaged", lambda path: path.write_text("text\nx\n")),
+    "false.csv.xz": ("truncated or damaged", lambda path: path.write_text("text\nx\n")),
     "pointer.jsonl": ("git lfs pull", lambda path: path.write_text(POINTER)),
     "pointer.txt": ("git lfs pull", lambda path: path.write_text(POINTER)),
     "pointer.parquet": ("git lfs pull", lambda path: path.write_text(POINTER)),
@@ -145,7 +148,7 @@ SAID = {
     "squad.json": (r"data\.field=data", lambda path: path.write_text(json.dumps({"version": 1, "data": [{"a": 1}]}))),
     "lists.json": (r"orient='records'", lambda path: path.write_text(json.dumps(FRAME.to_dict(orient="list")))),
     "title.csv": ("line 1 is a title", lambda path: path.write_text("Export of May\nid,text\n1,x\n")),
-    "quoted.tsv": (r"end in \.csv", lambda path: path.write_text('id\ttext\n1\t"x\ny"\n')),
+    "quoted.tsv": (r"rename it to \.csv", lambda path: path.write_text('id\ttext\n1\t"x\ny"\n')),
     "czech.csv": (
         r"line 2 .*data\.encoding",
         lambda path: path.write_bytes("text\nPříliš žluťoučký kůň\n".encode("iso8859-2")),
@@ -157,7 +160,7 @@ SAID = {
         lambda path: path.write_text('{"text": "x",}\n{"text": "y"}\n'),
     ),
     "python.jsonl": ("single quotes", lambda path: path.write_text("{'text': 'x'}\n{'text': 'y'}\n")),
-    "half.json": ("cut off", lambda path: path.write_text('[{"text": "x"}, {"text": ')),
+    "half.json": ("truncated", lambda path: path.write_text('[{"text": "x"}, {"text": ')),
     "strings.json": ("one object per record", lambda path: path.write_text('["x", "y"]')),
     "cyrillic.csv": (r"line 2 .*data\.encoding", lambda path: path.write_bytes("text\nпривет\n".encode("cp1251"))),
     "japanese.txt": (
@@ -410,7 +413,7 @@ def test_a_link_to_its_own_folder_is_not_followed(tmp_path):
 def test_a_file_that_may_not_be_read_is_named(tmp_path):
     (tmp_path / "a.csv").write_text("text\nx\n")
     (tmp_path / "a.csv").chmod(0)
-    with pytest.raises(DataError, match=r"a\.csv: this user may not read it"):
+    with pytest.raises(DataError, match=r"a\.csv: no permission to read it"):
         texts(tmp_path / "a.csv")
 
 

@@ -332,12 +332,12 @@ class TestText:
             (
                 '{"prompt": "a", "completion": ["b", "c"]}\n',
                 {"format": "prompt_completion"},
-                "column 'completion' holds list<.*>, but text is needed",
+                "column 'completion' holds list<.*>, but must hold text",
             ),
             (
                 '{"label": 1}\n{"label": 2}\n',
                 {"columns": {"text": "label"}},
-                "column 'label' holds int64, but text is needed",
+                "column 'label' holds int64, but must hold text",
             ),
         ],
         ids=["broken", "lists", "the column of labels"],
@@ -374,7 +374,7 @@ class TestText:
             # Two large ids would become one beside a fraction.
             (
                 ['{"text": "x", "id": 9007199254740993}', '{"text": "y", "id": 0.5}'],
-                r"column 'id' mixes fractions and whole numbers above 2\^53",
+                r"column 'id' mixes floats and whole numbers above 2\^53",
             ),
         ],
     )

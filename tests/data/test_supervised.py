@@ -149,7 +149,7 @@ def test_all_examples_have_one_shape():
         ({"text": ["the"]}, {"assistant_only": True}, ConfigError, "row 0 holds texts"),
         ({"text": ["the", None]}, {}, DataError, "row 1: 'text' is missing or empty"),
         ({"prompt": ["the"], "completion": [trl_data.says("assistant", "a")]}, {}, DataError, "row 0: prompt, comple"),
-        ({"messages": [trl_data.says("user", "the")]}, {"assistant_only": True}, DataError, "marks no word of the"),
+        ({"messages": [trl_data.says("user", "the")]}, {"assistant_only": True}, DataError, "marks none of the"),
         (
             {"input_ids": [[5, 6, 7], [5, 6]], "labels": [[-100, -100, 7], [-100, 6]]},
             {"max_length": 2},

@@ -78,7 +78,7 @@ class TestWords:
             ({"words": ["a"], "tags": [5]}, r"record 0: the label must be one of 0..2 \(model.num_labels\)"),
             ({"words": ["a", None], "tags": [1, 1]}, "record 0: a word is missing or is not text"),
             ({"words": [""], "tags": [1]}, "record 0 is empty"),
-            ({"words": "a b", "tags": [1]}, "column 'words' holds string, but a list is needed"),
+            ({"words": "a b", "tags": [1]}, "column 'words' holds string, but must hold lists"),
         ],
     )
     def test_records_without_a_class_for_each_word_are_refused(self, tokenizer, record, message):
@@ -148,7 +148,7 @@ class TestAnswers:
     def test_a_tokenizer_without_places_is_refused(self, tokenizer, monkeypatch):
         """Its tokens cannot be found in the text."""
         monkeypatch.setattr(type(tokenizer), "is_fast", False)
-        with pytest.raises(ConfigError, match="tell the place"):
+        with pytest.raises(ConfigError, match="return the positions"):
             rows_of([self.RECORD], tokenizer, "question_answering", "question_answering")
 
 
@@ -194,7 +194,7 @@ class TestNumbers:
         assert collate([{"input_ids": [1], "labels": np.array([1.0])}])["labels"].tolist() == [[1.0]]
         with pytest.raises(DataError, match=r"2\] values"):
             collate([{"input_ids": [1], "labels": [1.0]}, {"input_ids": [1], "labels": [1.0, 2.0]}])
-        with pytest.raises(DataError, match="needs the values"):
+        with pytest.raises(DataError, match="needs its target values"):
             collate([{"input_ids": [1]}])
 
 

@@ -103,7 +103,7 @@ def test_a_run_with_discrete_noise_states_the_epsilon_of_its_event(config, folde
     shown = re.search(r"guarantee\s+ε = ([0-9.]+)", printed)[1]
     assert float(shown) == pytest.approx(stated, abs=1e-4) and stated <= 8
     assert verify_report(out).ok and "discrete Gaussian noise" in (out / "privacy_report.md").read_text()
-    assert "exactness of floating-point noise" not in (out / "privacy_report.md").read_text()
+    assert "floating-point noise" not in (out / "privacy_report.md").read_text()
 
 
 @pytest.mark.deep

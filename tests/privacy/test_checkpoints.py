@@ -464,7 +464,7 @@ def test_errors_while_saving_name_what_there_is(tmp_path: Path) -> None:
     class Distributed(BaseException):
         """As torch.distributed.checkpoint's CheckpointException."""
 
-    message = r"\(Distributed: two ranks failed\).* no complete checkpoint before it"
+    message = r"\(Distributed: two ranks failed\).* no complete earlier checkpoint"
     with pytest.raises(CheckpointError, match=message), saving(tmp_path, 2):
         raise Distributed("two ranks failed")
     for kind in (KeyboardInterrupt, SystemExit):

@@ -220,7 +220,7 @@ def test_rows_drawn_singly_are_compared_by_what_knows_them() -> None:
     history = [(dp_sgd(num_units=5000, sampling_rate=0.01, noise_multiplier=1.0, rows_per_unit=2), 50)]
     assert renyi_epsilon(history, 1e-5) is None
     rows = {row.name: row for row in compare(history, 1e-5)}
-    assert "drawn singly" in rows["Rényi"].note
+    assert "drawn individually" in rows["Rényi"].note
     assert rows["PLD, dp_accounting"].epsilon is not None and rows["zCDP"].epsilon is not None
     other = compare(history, 1e-5, "replace-one")
     assert other[1].epsilon is None and "has no replace-one event" in other[1].note

@@ -143,5 +143,5 @@ def test_a_target_that_cannot_be_computed_is_refused_at_once():
     """With the true reason: the orders of a divergence, or the least ε that is stated."""
     with pytest.raises(ValueError, match="largest ε that is computed from Rényi divergences"):
         least_noise(1000.0, DELTA, lambda at: [(TokenDraw(noise_multiplier=at), 1)])
-    with pytest.raises(ValueError, match="the least ε that is stated"):
+    with pytest.raises(ValueError, match="smallest ε that is stated"):
         least_noise(1e-5, DELTA, lambda at: [(TokenDraw(noise_multiplier=at), 1)])

@@ -59,7 +59,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     check_checkpoint(tmp_path / "a" / LEDGER_FILE, tmp_path / "a" / "checkpoint-3")
     with pytest.raises(LedgerError, match="checkpoint-5"):
         check_checkpoint(tmp_path / "a" / LEDGER_FILE, tmp_path / "b" / "checkpoint-5")
-    with pytest.raises(LedgerError, match="belongs to another ledger"):
+    with pytest.raises(LedgerError, match="does not belong to"):
         check_checkpoint(tmp_path / "b" / LEDGER_FILE, tmp_path / "a" / "checkpoint-3")
 
 

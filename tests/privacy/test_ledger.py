@@ -187,7 +187,7 @@ def test_damage_is_found_with_its_line(path: Path, damage: Callable[[bytes], byt
     write(path, 5)
     path.write_bytes(damage(path.read_bytes()))
     for use in (lambda: read_ledger(path), lambda: Ledger.open(path, PLAN)):
-        with pytest.raises(LedgerError, match=f"line {line}: .*ε cannot be stated"):
+        with pytest.raises(LedgerError, match=f"line {line}: .*ε cannot be computed"):
             use()
 
 
@@ -298,7 +298,7 @@ def test_two_runs_cannot_write_one_ledger_at_once(path: Path) -> None:
     first = Ledger.create(path, PLAN)
     first.append_step(0, PLAN.event)
     before = path.read_bytes()
-    with pytest.raises(LedgerError, match="being written"):
+    with pytest.raises(LedgerError, match="is writing"):
         Ledger.open(path, PLAN)
     assert path.read_bytes() == before
     first.append_end("interrupted")
@@ -549,7 +549,7 @@ def test_the_lock_of_a_process_that_was_killed_is_free(path: Path) -> None:
     try:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
         assert is_being_written(path)
-        with pytest.raises(LedgerError, match="being written"):
+        with pytest.raises(LedgerError, match="is writing"):
             Ledger.open(path, PLAN)
     finally:
         holder.kill()
@@ -557,6 +557,6 @@ def test_the_lock_of_a_process_that_was_killed_is_free(path: Path) -> None:
     assert not is_being_written(path)
     with open(path, "r+b") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(LedgerError, match="being written"):
+        with pytest.raises(LedgerError, match="is writing"):
             Ledger.open(path, PLAN)
     Ledger.open(path, PLAN).close()

@@ -83,7 +83,7 @@ def test_less_epsilon_takes_fewer_bands():
 @pytest.mark.parametrize("change", [{"epsilon": None}, {}])
 def test_auto_with_a_given_sigma_is_refused(change):
     """At one σ more bands cost more ε: there is nothing to compare."""
-    with pytest.raises(ValueError, match="Give target_epsilon") as found:
+    with pytest.raises(ValueError, match="Set target_epsilon") as found:
         plan_of("banded", noise_multiplier=1.0, **change)
     assert "\n" not in str(found.value)
     given = plan_of({"kind": "banded", "bands": 2}, noise_multiplier=1.0, **change)

@@ -62,11 +62,11 @@ def test_given_bound_is_kept_and_never_above_the_units() -> None:
 @pytest.mark.parametrize(
     ("change", "units", "steps", "match"),
     [
-        ({}, 0, 5, "empty data set"),
+        ({}, 0, 5, "training data is empty"),
         ({}, 1000, 0, "num_steps must be at least 1"),
         ({}, 19, 5, "expected_batch_size=20 exceeds the number of units, 19"),
         ({"delta": 1e-3}, 1000, 5, r"delta=0.001 is not below 1/N = 0.001 for N=1000"),
-        ({"delta": 0.5}, 1000, 5, r"Take 1/\(10 N\) = 0.0001"),
+        ({"delta": 0.5}, 1000, 5, r"Set it to 1/\(10 N\) = 0.0001"),
         ({"noise_multiplier": None, "epsilon": 1e-5}, 1000, 5, "target_epsilon=1e-05 cannot be reached"),
     ],
 )
@@ -178,7 +178,7 @@ def test_unreadable_plan_is_refused(tmp_path: Path) -> None:
         ({"max_batch_size": 19}, "expected_batch_size <= max_batch_size"),
         ({"delta": 1e-3}, "0 < delta < 1/num_units"),
         ({"noise_multiplier": math.nan}, "0 <= noise_multiplier < inf"),
-        ({"sampling": "example"}, "num_examples and max_rows_per_unit where rows of users are drawn"),
+        ({"sampling": "example"}, "num_examples and max_rows_per_unit if rows of users are drawn"),
     ],
 )
 def test_contradictory_plan_is_refused(change: dict[str, Any], match: str) -> None:
@@ -209,15 +209,15 @@ def test_rows_drawn_singly_are_planned_over_rows() -> None:
     assert plan.event == StepOfRows(**rows)
     whole = make_plan(privacy(), num_units=1000, num_steps=50)
     assert plan.epsilon > epsilon([(whole.event, 50)], plan.delta)
-    assert ("rows, each drawn and clipped by itself", "1,000") in format_plan(plan)
-    calibrated = make_plan(by_example(noise_multiplier=None, epsilon=5), 500, 50, 1000)
+    assert ("rows, each drawn and clipped separately", "1,000") in format_plan(plan)
+    calibrated = make_plan(by_example(noise_multiplier=None, target_epsilon=5), 500, 50, 1000)
     assert 4.99 < calibrated.epsilon <= 5
 
 
 @pytest.mark.parametrize(
     ("units", "examples", "match"),
     [
-        (500, None, "pass num_examples"),
+        (500, None, "Pass num_examples"),
         (5, 19, "expected_batch_size=20 exceeds the number of rows, 19"),
         (500, 499, "num_examples and max_rows_per_unit"),
         (100, 401, "num_examples and max_rows_per_unit"),
@@ -234,7 +234,7 @@ def test_a_run_stops_before_the_step_that_would_exceed_the_budget() -> None:
     plan = make_plan(privacy(epsilon=2.0), num_units=1000, num_steps=500)
     assert plan.num_steps_wanted == 500 and 0 < plan.num_steps < 500
     assert plan.epsilon <= 2.0 < epsilon([(plan.event, plan.num_steps + 1)], plan.delta)
-    assert ("steps asked for, more than the budget allows", "500") in format_plan(plan)
+    assert ("steps requested, more than the budget allows", "500") in format_plan(plan)
     enough = make_plan(privacy(epsilon=30.0), num_units=1000, num_steps=50)
     assert enough.num_steps == 50 and enough.num_steps_wanted is None
 
@@ -244,9 +244,9 @@ def test_a_run_stops_before_the_step_that_would_exceed_the_budget() -> None:
     [
         (
             {"on_budget": "error"},
-            r'500 steps at noise_multiplier=1 cost ε = .* of them would stay within it.*on_budget="stop"',
+            r'500 steps at noise_multiplier=1 cost ε = .* of them stay within.*on_budget="stop"',
         ),
-        ({"epsilon": 0.01}, "0 of them would stay within it.*or take a larger one"),
+        ({"epsilon": 0.01}, "only 0 of them stay within.*or increase it"),
     ],
 )
 def test_a_budget_that_does_not_suffice_is_refused(change: dict[str, Any], match: str) -> None:

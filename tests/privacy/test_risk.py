@@ -110,7 +110,7 @@ def test_bad_rate_is_refused(value: float) -> None:
 
 def test_nothing_to_guess_is_refused() -> None:
     """A reconstruction prior of 0 has no bound to state."""
-    with pytest.raises(ValueError, match="guessed"):
+    with pytest.raises(ValueError, match="above 0"):
         attack_risk([], reconstruction_priors=[0.0])
 
 

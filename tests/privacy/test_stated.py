@@ -237,7 +237,7 @@ def test_a_budget_that_was_spent_meanwhile_refuses_the_resume(tmp_path: Path) ->
     create_budget(file, dataset="chats", epsilon=banded_plan().epsilon, delta=1e-5, unit="sequence", num_units=1000)
     longer = dataclasses.replace(banded_plan(), target_epsilon=9.0)
     ledger = run_for(tmp_path / "run", longer, 6, str(file))
-    with pytest.raises(BudgetError, match="Resumed"):
+    with pytest.raises(BudgetError, match="If it is resumed"):
         SharedLedger.open(ledger.path, longer, Processes(), str(file))
 
 

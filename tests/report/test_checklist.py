@@ -76,7 +76,7 @@ def test_people_settle_only_what_they_are_asked_to_check(report: PrivacyReport) 
     assert after.settled_points[0].in_words == "Each is a record (settled on 23 November 2026 by A. Meyer)"
     other = next(at for at, point in enumerate(asked.open_points, 1) if point.startswith("Not filled in"))
     for answer, words in (
-        (f"{other}=fine", "is not settled by a statement"),
+        (f"{other}=fine", "a statement cannot settle point"),
         ("99=fine", "names point 99"),
         ("0=fine", "names point 0"),
         (f"{place}= ", "must be the number of an open point"),
@@ -129,7 +129,7 @@ def test_more_steps_than_planned_is_an_open_point(report: PrivacyReport) -> None
 def test_accountants_that_disagree_are_named(other: Any, ours: Any) -> None:
     """More than 1 % between another accountant and ours, in either direction, is never passed over."""
     [line] = disagreements(check(other, ours))
-    assert line.startswith("The two accountants disagree: PLD says")
+    assert line.startswith("The two accountants disagree: PLD computes")
 
 
 @pytest.mark.parametrize(("other", "ours"), [(5.04, 5.0), ("inf", "inf"), (None, None), (0.0807, 0.0795)])

@@ -78,7 +78,7 @@ def test_the_first_screen_of_a_finished_run(tmp_path: Path) -> None:
     front = report.front
     assert "based on org/base" in front.what and "1,000 private records" in front.what and "the clinic" in front.who
     assert "δ = 1 in 3.3 million" in front.numbers and "strong" in front.numbers
-    assert front.not_covered.startswith("ε is about this run") and str(len(report.open_points)) in front.to_do
+    assert front.not_covered.startswith("ε covers this run") and str(len(report.open_points)) in front.to_do
     assert front.alert == f"{len(report.open_points)} points are open: do not release the model yet."
     for page in (render_markdown(report), render_html(report, draw_figures(report))):
         assert page.index(front.alert) < page.index("Model and data"), "nobody has to scroll for it"
@@ -108,9 +108,9 @@ def test_users_and_rows(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     users = report_of(tmp_path / "users", unit="patient", max_rows_per_unit=4)
     assert "same id in the column “patient”, of which at most 4 were used" in users.front.protected
-    assert "texts of 1,000 users" in users.front.what and "whether the data of one user was used" in users.front.odds
+    assert "1,000 users" in users.front.what and "whether one user's data was used" in users.front.odds
     rows = report_of(tmp_path / "rows", facts=((UNITS_MADE_OF, ONE_ROW),), adjacency="replace-one")
-    assert rows.front.protected.startswith("Every single row of the training data, as it was given")
+    assert rows.front.protected.startswith("Every single row of the training data")
     assert "which of two records was used" in rows.front.odds
 
 
@@ -120,7 +120,7 @@ def test_a_run_that_was_resumed_and_stopped(tmp_path: Path) -> None:
     assert "was resumed 2 times, the last time on " in when
     assert "and took 7 of 12 planned steps. It ended early (interrupted)." in when
     (tmp_path / "privacy_ledger.jsonl").unlink()
-    assert report_of(tmp_path, starts=(7,)).front.numbers.endswith(" ε is that of 12 steps, as planned.")
+    assert report_of(tmp_path, starts=(7,)).front.numbers.endswith(" This is the ε of 12 steps, as planned.")
     assert report_of_unended(tmp_path / "running").front.when.endswith("It has not ended, or it crashed.")
 
 
@@ -143,10 +143,10 @@ def test_a_run_that_a_resume_cut_short_did_not_take_all_planned_steps(tmp_path: 
     report = privacy_report(plan, read_ledger(path))
     resumed = day_in_words(report.checkable.runs[1].started_at)
     assert f"was resumed once, the last time on {resumed}, and took {allowed} of 16 " in report.front.when
-    assert f" {16 - allowed} were left out after a resume" in report.front.when
+    assert f" {16 - allowed} were skipped after a resume" in report.front.when
     assert "It ended early" not in report.front.when
     words = report.accounting.steps.words
-    assert words.startswith(f"{allowed} of 16 planned steps were taken; {16 - allowed} were left out after a resume")
+    assert words.startswith(f"{allowed} of 16 planned steps were taken; {16 - allowed} were skipped after a resume")
     assert words.endswith("the run ended: completed")
 
 
@@ -166,15 +166,15 @@ def test_results_that_were_written_out_and_the_budget(tmp_path: Path) -> None:
     )
     report = privacy_report(plan, read_ledger(tmp_path / "privacy_ledger.jsonl"), NOTES)
     assert f"ε does not cover: a table (3 times); {in_plain_words(TRAINING_LOSS)} (once)." in report.front.not_covered
-    assert "charged to the same budget (letters.json) are added up" in report.front.not_covered
+    assert "(letters.json) adds up all runs" in report.front.not_covered
 
 
 def test_the_best_of_several_runs(tmp_path: Path) -> None:
     """ε is that of the tuning, so its runs are no other runs; the number of runs is not printed."""
     selection = {"kind": "logarithmic", "mean": 10}
     front = report_of(tmp_path, facts=((SELECTED, "train.learning_rate=0.001"),), selection=selection).front
-    assert "the best of a secret, random number of training runs" in front.what
-    assert "ε is about this tuning with all its runs" in front.not_covered and front.table
+    assert "the best of a secret random number of training runs" in front.what
+    assert "ε covers this tuning with all its runs" in front.not_covered and front.table
 
 
 def test_a_report_that_an_audit_refutes_says_so_first(tmp_path: Path) -> None:

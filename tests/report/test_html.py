@@ -140,8 +140,8 @@ def test_not_private_is_said_first_thing(tmp_path: Path, change: dict[str, Any])
     found = Page(text)
     assert "<title>NOT PRIVATE" in text and "<h1>NOT PRIVATE" in text and '<header class="none">' in text
     drawn = "seed" in change
-    assert text.count("<svg ") == 6 * drawn and found.words.count("there is no finite ε to draw") == 3 * (not drawn)
-    assert ("would hold only with noise from secret randomness" in found.words) == drawn
+    assert text.count("<svg ") == 6 * drawn and found.words.count("ε is not finite") == 3 * (not drawn)
+    assert ("would hold only if the noise came from secret randomness" in found.words) == drawn
 
 
 def test_a_missing_picture_is_refused(report: PrivacyReport) -> None:

@@ -287,7 +287,7 @@ def test_errors(tmp_path: Path) -> None:
     common: dict[str, Any] = {"base_model": None, "adapter": True}
     with pytest.raises(ValueError, match="task='causal_ml"):
         write_model_card(tmp_path / "run", report, task="causal_ml", **common)
-    with pytest.raises(ValueError, match="takes num_labels"):
+    with pytest.raises(ValueError, match="num_labels is missing"):
         write_model_card(tmp_path / "run", report, task="sequence_classification", **common)
     with pytest.raises(ValueError, match=r"privacy_report\.md"):
         write_model_card(tmp_path, report, task="causal_lm", **common)
@@ -362,7 +362,7 @@ def test_adapter_of_a_local_base_model(tmp_path: Path, monkeypatch: pytest.Monke
     path = write_model_card(folder, evidence(folder), base_model=str(base), task="causal_lm", adapter=True)
     text = path.read_text()
     assert str(base) not in text and "not on the Hub" in text and "base_model" not in ModelCard(text).data.to_dict()
-    assert "write the path of that model in place of the first call's argument" in text
+    assert "replace the argument of the first call with the path of that model" in text
     assert same(execute(path, monkeypatch)["model"], tuned)
 
 
@@ -420,11 +420,11 @@ def test_a_statement_needs_an_open_point_an_author_and_words_of_ones_own(tmp_pat
     other = next(one for one in report.open_points if "Not filled in" in one)
     before = (tmp_path / LEDGER_FILE).read_bytes()
     for statements, by, words in (
-        ({point: "…"}, "A. Meyer", "the statement is '…', which stands for words of yours"),
+        ({point: "…"}, "A. Meyer", "the statement is '…'"),
         ({point: "what was checked"}, "A. Meyer", "the statement is 'what was checked'"),
         ({point: "Only we see them."}, "name and role", "the name of the person who checked it is 'name and role'"),
-        ({other: "fine"}, "A. Meyer", "is no open point of .* that a statement settles"),
-        ({"something": "fine"}, "A. Meyer", "'something' is no open point"),
+        ({other: "fine"}, "A. Meyer", "is not an open point of .* that a statement can settle"),
+        ({"something": "fine"}, "A. Meyer", "'something' is not an open point"),
         ({point: " "}, "A. Meyer", "the statement is empty"),
         ({point: "Only we see them."}, "", "the name of the person who checked it is empty"),
     ):

@@ -75,7 +75,7 @@ def test_a_finished_run_verifies_and_says_what_it_released(folder: Path) -> None
     for words in (
         method.what,
         "a figure on private rows | 2",
-        "votes: charged, of those planned | 4 of 4",
+        "votes: charged, out of planned | 4 of 4",
         "clip | 0.5",
         *method.released,
         method.not_covered[0][0],
@@ -133,7 +133,8 @@ def test_a_ledger_restored_from_an_older_copy_is_found(folder: Path) -> None:
     "            if False:",
 )
 @pytest.mark.parametrize(
-    ("edit", "words"), [(_more, "is charged 9 times, and the plan has 4"), (_other_event, "an event that the plan")]
+    ("edit", "words"),
+    [(_more, "is charged 9 times, but the plan allows 4"), (_other_event, "an event that is not in the plan")],
 )
 def test_no_report_is_made_of_answers_that_the_plan_does_not_allow(folder: Path, edit, words: str) -> None:
     """More answers than planned, or others: ε of the plan would be too small for them."""
@@ -148,7 +149,7 @@ def test_no_report_is_made_of_answers_that_the_plan_does_not_allow(folder: Path,
         (LEDGER_FILE, '"count": 4', '"count": 3', "edited, or lines before it"),
         (JSON_FILE, '"adjacency": "zero-out"', '"adjacency": "replace-one"', "says what plan and ledger say"),
         (CARD_FILE, "zero-out: 0.", "zero-out: 0.0", "differential_privacy"),
-        (CARD_FILE, "## How to use it", "ε = 0.01 for everybody\n\n## How to use it", "another claim"),
+        (CARD_FILE, "## How to use it", "ε = 0.01 for everybody\n\n## How to use it", "a different claim"),
         ("counts.json", "3", "2", "counts.json is not what was saved"),
     ],
 )
@@ -207,7 +208,7 @@ def test_a_run_that_released_nothing_is_not_published(tmp_path: Path) -> None:
     with pytest.raises(PublishError, match="released no file"):
         published_files(tmp_path / "run")
     report = json.loads((tmp_path / "run" / JSON_FILE).read_text())
-    assert report["accounting"]["steps"]["stated"] == 3 and "may depend on the data" in report["statement"]["words"]
+    assert report["accounting"]["steps"]["stated"] == 3 and "depended on the data" in report["statement"]["words"]
     assert report["statement"]["epsilon"] == run.plan.epsilon and failed(tmp_path / "run") == ""
 
 
@@ -216,7 +217,7 @@ def test_a_run_that_asked_nothing_says_so(tmp_path: Path) -> None:
     with QueryRun.begin(tmp_path / "run", query_plan(), dataset="chats"):
         pass
     report = json.loads((tmp_path / "run" / JSON_FILE).read_text())
-    assert "nothing has been learnt" in report["statement"]["words"] and report["front"]["table"] == []
+    assert "has learnt nothing" in report["statement"]["words"] and report["front"]["table"] == []
     assert failed(tmp_path / "run") == ""
 
 

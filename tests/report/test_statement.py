@@ -157,7 +157,7 @@ def test_headline_follows_the_adjacency(tmp_path: Path) -> None:
     report = report_of(tmp_path, adjacency="replace-one")
     assert report.statement.epsilon == report.statement.epsilon_by_adjacency.replace_one
     assert report.statement.epsilon > report.statement.epsilon_by_adjacency.zero_out
-    assert "been another record" in report.statement.words
+    assert "been replaced by a different record" in report.statement.words
     assert "which of two records" in report.front.odds and "which of two records" in report.front.table[0].attack
 
 
@@ -218,7 +218,7 @@ def test_disclosures_are_listed_with_counts_and_diagnostics_leave_no_trace(tmp_p
     ledger.close()
     assert report.definition.written_out_and_not_covered == (WrittenOut(what="training loss", count=5),)
     assert read_diagnostics(tmp_path) == {"units with a non-finite gradient": 4}
-    assert any("written out" in point for point in report.open_points)
+    assert any("not cover" in point for point in report.open_points)
     page = render_markdown(report)
     assert "| training loss | 5 |" in page and "non-finite" not in page + json.dumps(report.to_dict())
 
@@ -230,10 +230,10 @@ def test_training_losses_that_stay_with_the_run_are_listed_and_no_open_point(tmp
     ledger.append_disclosure(TRAINING_LOSS, 3)
     report = write_report(tmp_path, plan, ledger)
     assert report.definition.written_out_and_not_covered == (WrittenOut(what=TRAINING_LOSS, count=3),)
-    assert not any("written out" in point for point in report.open_points)
+    assert not any("not cover" in point for point in report.open_points)
     ledger.append_fact(DESTINATIONS, "TensorBoard, the Trainer's state")
     report = write_report(tmp_path, plan, ledger)
-    assert not any("written out" in point for point in report.open_points)
+    assert not any("not cover" in point for point in report.open_points)
     assert any("TensorBoard" in item.files for item in report.do_not_publish)
     ledger.append_fact(DESTINATIONS, "WandB, the Trainer's state")
     report = write_report(tmp_path, plan, ledger)
@@ -314,8 +314,8 @@ def test_crash_and_resume_are_charged(tmp_path: Path) -> None:
         report = write_report(tmp_path, plan, resumed)
     assert report.statement.epsilon == plan.epsilon and report.checkable.ended == "completed"
     assert report.checkable.torn_lines == (6,)
-    assert "of 2 starts of the run" in render_markdown(report) and "was resumed once" in report.front.when
-    assert "steps torn by a crash are charged: 1" in render_markdown(report)
+    assert "from 2 starts of the run" in render_markdown(report) and "was resumed once" in report.front.when
+    assert "steps that a crash cut off are charged: 1" in render_markdown(report)
 
 
 def test_the_unit_is_not_everybody_its_text_names(tmp_path: Path) -> None:
@@ -323,7 +323,7 @@ def test_the_unit_is_not_everybody_its_text_names(tmp_path: Path) -> None:
     for change in ({}, {"unit": "sender", "max_rows_per_unit": 4}):
         folder = tmp_path / str(len(change))
         folder.mkdir()
-        assert "Other people whom a unit's text names are not that unit" in report_of(folder, **change).definition.unit
+        assert "Other people who are mentioned in a unit's text are not" in report_of(folder, **change).definition.unit
     report = run_of(tmp_path, rows_drawn())
     assert "the exact number of rows to draw from" in report.definition.public[0]
 
@@ -361,11 +361,11 @@ def test_data_set_budget_and_steps(tmp_path: Path) -> None:
         "charged": 20,
         "stated": 20,
         "torn_by_a_crash": 0,
-        "words": "50 steps were asked for, and the target ε = 0.5 allows 20; 20 of 20 planned steps were taken; the "
+        "words": "50 steps were requested, and the target ε = 0.5 allows 20; 20 of 20 planned steps were taken; the "
         "run ended: completed",
     }
     page = render_markdown(report)
-    assert "entry a1b2 of letters.json" in page and "50 steps were asked for" in page
+    assert "entry a1b2 of letters.json" in page and "50 steps were requested" in page
 
 
 def test_both_adjacencies_stand_in_the_statement(tmp_path: Path) -> None:
@@ -386,7 +386,7 @@ def test_zcdp(tmp_path: Path) -> None:
 def test_an_audit_that_refutes_the_claim_is_a_reason_not_to_release(tmp_path: Path) -> None:
     """The report says so first among its open points; an audit that is consistent leaves none."""
     refuted = report_of(tmp_path, ReleaseNotes(audit="FAIL: 1,000 canaries: ε is at least 9"))
-    assert "An audit of this model refutes the claim. Do not release it (see below)." in refuted.open_points
+    assert "An audit of this model refutes the guarantee. Do not release it (see below)." in refuted.open_points
     (tmp_path / "privacy_ledger.jsonl").unlink()
     fine = report_of(tmp_path, ReleaseNotes(audit="consistent, not proof: ε is at least 0.3"))
     assert not [point for point in fine.open_points if "audit" in point.lower()]
@@ -469,7 +469,7 @@ def test_facts_and_open_points_of_the_ledger_are_in_every_form(tmp_path: Path) -
     assert ' by="' in report["how_to_clear"][report["open_points"].index(point)]
     for name in ("privacy_report.md", "privacy_report.html"):
         text = (tmp_path / name).read_text()
-        assert "Facts of the run" in text and "2.5e-06, then 3e-06" in text and point in text
+        assert "Facts about the run" in text and "2.5e-06, then 3e-06" in text and point in text
     assert verify(tmp_path).ok
     edited = (tmp_path / "privacy_report.json").read_text().replace("3e-06", "3e-07")
     (tmp_path / "privacy_report.json").write_text(edited)
@@ -480,10 +480,10 @@ def test_facts_and_open_points_of_the_ledger_are_in_every_form(tmp_path: Path) -
     ("notes", "words"),
     [
         ({"audience": 5}, r"the note audience must be a text, got 5 \(int\)"),
-        ({"data_holder": "…"}, "the note data_holder is '…', which stands for words of yours"),
-        ({"trained_by": "name and role"}, "the note trained_by is 'name and role', which stands for words of yours"),
-        ({"utility": {"perplexity": float("nan")}}, "utility must hold texts and finite numbers"),
-        ({"utility": {"perplexity": {1}}}, "utility must hold texts and finite numbers"),
+        ({"data_holder": "…"}, "the note data_holder is '…'"),
+        ({"trained_by": "name and role"}, "the note trained_by is 'name and role'"),
+        ({"utility": {"perplexity": float("nan")}}, "utility must contain only"),
+        ({"utility": {"perplexity": {1}}}, "utility must contain only"),
     ],
 )
 def test_a_note_that_no_report_can_hold_is_refused_when_it_is_made(notes: dict[str, Any], words: str) -> None:

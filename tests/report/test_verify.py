@@ -151,7 +151,7 @@ def test_edited_ledger_line(run: Path) -> None:
     edit(run / LEDGER_FILE, '"noise_multiplier": 2.0', '"noise_multiplier": 3.0')
     found = failed(verify(run))
     assert "edited, or lines before it are missing" in found["the ledger is there and its lines are chained"]
-    assert all("nothing to compare it with" in found[page] for page in PAGES.values())
+    assert all("it cannot be compared" in found[page] for page in PAGES.values())
 
 
 def test_steps_cut_off_at_the_end(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +162,7 @@ def test_steps_cut_off_at_the_end(run: Path, monkeypatch: pytest.MonkeyPatch) ->
     found = failed(verify(run))
     assert "the ledger is there and its lines are chained" not in found
     counted = found["the ledger holds the steps that the report counts"]
-    assert f"the report counts {NUM_STEPS} steps, the ledger 4: lines were cut off its end" in counted
+    assert f"the report counts {NUM_STEPS} steps, the ledger 4: lines were cut off at its end" in counted
     differing = found[f"{JSON_FILE} says what plan and ledger say"]
     assert "accounting.parameters.num_steps_charged is 6 and should be 4" in differing
     assert all("the ledger does not name it" in found[page] for page in PAGES.values())
@@ -175,7 +175,7 @@ def test_ledger_that_went_on(run: Path) -> None:
     with Ledger.open(run / LEDGER_FILE, plan) as ledger:
         ledger.append_step(NUM_STEPS, plan.event)
     found = failed(verify(run))
-    assert "the run went on after it" in found["the ledger holds the steps that the report counts"]
+    assert "the run continued after the report" in found["the ledger holds the steps that the report counts"]
     assert found["no more steps than planned"] == "7 of 6 planned steps: too many"
 
 
@@ -200,7 +200,7 @@ def test_schema_is_checked(run: Path) -> None:
     """An unknown key, and a missing one, fail the schema with their place."""
     edit(run / JSON_FILE, r'"private": true,', '"privat": true,')
     found = failed(verify(run))[f"{JSON_FILE} fits the published schema"]
-    assert "statement.privat is no key of the report" in found and "statement.private is missing" in found
+    assert "statement.privat is not a key of the report" in found and "statement.private is missing" in found
 
 
 def test_a_report_of_a_later_version_is_refused_in_one_line(run: Path) -> None:
@@ -233,7 +233,7 @@ def test_edited_page(run: Path, name: str) -> None:
     for edited in (text.replace("1", "2", 1), text[: len(text) // 2]):
         (run / name).write_text(edited, encoding="utf-8")
         found = failed(verify(run))
-        assert "it was edited, or lines of the ledger were cut off" in found[PAGES[name]]
+        assert "it was edited, or ledger lines were cut off" in found[PAGES[name]]
         assert not (found.keys() & {page for other, page in PAGES.items() if other != name})
 
 
@@ -242,8 +242,8 @@ def test_another_plan(run: Path) -> None:
     plan_of(noise_multiplier=9.0).save(run / PLAN_FILE)
     found = failed(verify(run))
     assert "it was written under" in found["the ledger is of this plan"]
-    assert found["each step in the ledger is the plan's"] == "6 steps have other numbers than the plan"
-    assert "written under another plan" in found["the report can be computed again"]
+    assert found["each step in the ledger is the plan's"] == "6 steps have different numbers from the plan"
+    assert "written under a different plan" in found["the report can be computed again"]
 
 
 def test_edited_plan(run: Path) -> None:
@@ -256,8 +256,8 @@ def test_edited_plan(run: Path) -> None:
     ("pattern", "by", "where"),
     [
         (r"  epsilon: 0\.\d+", "  epsilon: 0.0001", "differential_privacy.epsilon is 0.0001 and should be"),
-        (r"\Z", "\nIt satisfies ε = 0.01.\n", "another claim: ε = 0.01"),
-        (r"---\n", "---\nepsilon: 0.01\n", "another claim: epsilon: 0.01"),
+        (r"\Z", "\nIt satisfies ε = 0.01.\n", "a different claim: ε = 0.01"),
+        (r"---\n", "---\nepsilon: 0.01\n", "a different claim: epsilon: 0.01"),
         (r"with ε = 0\.\d+", "with ε = 0.0001", "its text lacks"),
         (r"(?s)## Not covered by .*?(?=\n## )", "", "Not covered"),
         (r"(?s)(## Not covered by .*?)(?=\n## )", r"<!-- \1 -->", "Not covered"),
@@ -324,7 +324,7 @@ def test_a_card_where_dpllm_wrote_none(tmp_path: Path) -> None:
     (check,) = [check for check in verify(tmp_path).checks if check.what == CARD]
     assert verify(tmp_path).ok and check.passed is None
     (tmp_path / "README.md").write_text("# A model\n\nIt has ε = 0.01.\n")
-    assert "another claim: ε = 0.01" in failed(verify(tmp_path))[CARD]
+    assert "a different claim: ε = 0.01" in failed(verify(tmp_path))[CARD]
     (tmp_path / "README.md").write_text("---\ndifferential_privacy: {epsilon: 0.01}\n---\n# A model\n")
     assert "differential_privacy.epsilon is 0.01" in failed(verify(tmp_path))[CARD]
 
@@ -366,7 +366,7 @@ def test_other_versions_may_differ_in_the_last_digits(run: Path) -> None:
     result = verify(run)
     assert result.ok
     [check] = [check for check in result.checks if check.what == f"{JSON_FILE} says what plan and ledger say"]
-    assert "to 1e-05, since other versions computed it (dp_accounting 0.5.9)" in check.detail
+    assert "within 1e-05, since different versions computed it (dp_accounting 0.5.9)" in check.detail
     edit(run / JSON_FILE, r'"advantage": 0\.0', '"advantage": 0.1')
     assert "strength.advantage is 0.1" in failed(verify(run))[f"{JSON_FILE} says what plan and ledger say"]
 
@@ -403,7 +403,7 @@ def test_a_report_of_another_version_is_named_and_its_numbers_are_computed_again
     assert failed(result) == {}
     (check,) = [check for check in result.checks if check.what == VERSION]
     assert check.result == "not checked"
-    assert f"made by another version: report 0.2.dev7+gabc (commit {OTHER['commit']})" in check.detail
+    assert f"written by a different version: report 0.2.dev7+gabc (commit {OTHER['commit']})" in check.detail
     assert f"you run {version_words(*code_version())}" in check.detail
     rewrite_epsilon = {"statement": {"epsilon": 0.01}}
     report = json.loads((run / JSON_FILE).read_text(encoding="utf-8"))
@@ -540,7 +540,7 @@ def test_a_released_folder_is_what_its_ledger_says(released: Path) -> None:
     assert result.ok, failed(result)
     assert any("letter.txt" in check.detail for check in result.checks if check.passed is None)
     report = json.loads((released / JSON_FILE).read_text())
-    assert any("An audit of this model refutes the claim" in point for point in report["open_points"])
+    assert any("An audit of this model refutes" in point for point in report["open_points"])
 
 
 @kills(
@@ -700,7 +700,7 @@ def test_a_verdict_that_was_turned_round(released: Path) -> None:
     plan = PrivacyPlan.load(released / PLAN_FILE)
     report = write_report(released, plan, read_ledger(released / LEDGER_FILE), notes)
     assert (report.strength.audit or "").startswith("FAIL")
-    assert any("refutes the claim" in point for point in report.open_points)
+    assert any("refutes the guarantee" in point for point in report.open_points)
     edit(released / JSON_FILE, r'"audit": "FAIL', '"audit": "consistent')
     assert "strength.audit" in failed(verify(released))[f"{JSON_FILE} says what plan and ledger say"]
 

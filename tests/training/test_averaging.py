@@ -138,7 +138,7 @@ def test_a_run_resumed_in_mid_run_continues_the_average(tmp_path):
     for name, saved in load_file(checkpoint / "model.safetensors").items():
         if name in first.after[-1]:
             assert torch.equal(saved.double(), first.after[-1][name])
-    assert "the average beside" in (checkpoint / "README.md").read_text()
+    assert "averaged weights next to" in (checkpoint / "README.md").read_text()
     run = trainer(tmp_path, args=arguments(tmp_path, **args), average=EMA, callbacks=[second])
     run.train(resume_from_checkpoint=True)
     assert run.averaging.count == 4
@@ -339,7 +339,7 @@ def test_the_average_of_another_run_is_refused(tmp_path):
     second.train()
     kept = {name: value.clone() for name, value in second.averaging._values.items()}
     begin_again(second.averaging)
-    with pytest.raises(LedgerError, match=r"The average in .*first.* belongs to another ledger than .*second"):
+    with pytest.raises(LedgerError, match=r"The average in .*first.* does not belong to .*second"):
         second.averaging.load(tmp_path / "first" / "checkpoint-4")
     assert all(torch.equal(second.averaging._values[name], value) for name, value in kept.items())
 

@@ -237,7 +237,7 @@ def test_a_trainer_resumes_with_it_and_says_so(tmp_path):
         assert group["noise"] == pytest.approx(variances[steps - 1] + earlier)
     facts = json.loads((tmp_path / "privacy_report.json").read_text())["definition"]["facts"]
     assert [fact["name"] for fact in facts].count(SECOND_MOMENT_FACT) == 1
-    assert f"Second moment of the optimizer: {words_of(optimizer)}." in (tmp_path / "README.md").read_text()
+    assert f"Second moment in the optimizer: {words_of(optimizer)}." in (tmp_path / "README.md").read_text()
     assert run.epsilon == epsilon(run.ledger.history, run.plan.delta, run.plan.adjacency)
 
 

@@ -109,7 +109,7 @@ def test_a_ledger_without_the_thresholds_does_not_verify(tmp_path, monkeypatch):
     run.train()
     run.save_model()
     (wrong,) = (check for check in verify(tmp_path).checks if not check.ok)
-    assert "carries the clip threshold" in wrong.what and "0 steps do: not as the plan says" in wrong.detail
+    assert "clip threshold" in wrong.what and "0 steps have one: not as the plan says" in wrong.detail
 
 
 @pytest.mark.parametrize("parts", [{"noise": BANDED}, {"noise": BLT}, {"noise": BANDED, "randomness": "chacha20"}])

@@ -545,7 +545,7 @@ def test_a_checkpoint_of_another_run_or_of_a_fork_is_refused(tmp_path):
         for _ in run.draws(1):
             pass
     run.load_state_dict(states[1])
-    with pytest.raises(LedgerError, match="belongs to another ledger"):
+    with pytest.raises(LedgerError, match="does not belong to"):
         run.load_state_dict(states[0])
 
 

@@ -80,7 +80,7 @@ def test_a_run_says_what_it_was_and_verifies(recipe_file, secure, tmp_path, caps
     sees = "the server sees the sum of a round" if secure else "a trusted server sees the bounded update"
     assert sees in page and sees in " ".join(capsys.readouterr().out.split())
     kind = "secure aggregation" if secure else "a trusted server"
-    assert f"a simulation of federated learning with {kind}, in one process" in page
+    assert f"a simulation of federated learning with {kind}. One trusted process" in page
     assert load_recipe(output / "recipe.yaml") == recipe
     checked = verify(output)
     assert checked.ok, [check for check in checked.checks if not check.ok]

@@ -196,7 +196,7 @@ def test_held_out_private_records_are_counted_as_disclosures(school, tmp_path):
     """The student's accuracy on them is not covered."""
     taught = teaching.teach(school(data={"eval": 0.25}), _quiet, _quiet)
     assert list(taught.figures) == ["accuracy of the student on the held-out records"]
-    assert "Nothing that the ledger knows of" not in (tmp_path / "run" / "privacy_report.md").read_text()
+    assert "The ledger records no such result" not in (tmp_path / "run" / "privacy_report.md").read_text()
 
 
 @pytest.mark.parametrize("confident", [False, True])

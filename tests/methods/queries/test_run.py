@@ -193,7 +193,7 @@ def test_a_budget_that_is_too_small_refuses_the_run(tmp_path: Path) -> None:
     before = budget.read_bytes()
     with pytest.raises(BudgetError, match="would by itself"):
         QueryRun.begin(tmp_path / "two", query_plan(), dataset="chats", budget=budget)
-    with pytest.raises(BudgetError, match="Take more"):
+    with pytest.raises(BudgetError, match="Use more noise"):
         charge(budget, query_plan(), "chats")
     assert budget.read_bytes() == before and not (tmp_path / "two" / LEDGER_FILE).exists()
 
@@ -307,7 +307,7 @@ def test_an_entry_is_not_settled_with_more_than_it_reserved(tmp_path: Path) -> N
         settle(budget, entry, read_ledger(tmp_path / "run" / LEDGER_FILE).history)
     train(tmp_path / "trained", budget, **FULL)
     trained = read_budget(budget).entries[-1]
-    with pytest.raises(BudgetError, match="is that of a training run"):
+    with pytest.raises(BudgetError, match="belongs to a training run"):
         settle(budget, trained.id, read_ledger(tmp_path / "run" / LEDGER_FILE).history)
     with pytest.raises(BudgetError, match="cannot be settled"):
         settle(budget, entry, 2)
@@ -331,7 +331,7 @@ def test_an_answer_outside_a_run_or_of_no_number_is_refused(tmp_path: Path) -> N
     with Ledger.annotate(tmp_path / "run" / LEDGER_FILE) as ledger, pytest.raises(LedgerError, match="has ended"):
         ledger.append_charge("votes", VOTE)
     run = QueryRun.begin(tmp_path / "other", query_plan(), dataset="chats")
-    with pytest.raises(ValueError, match="least once"):
+    with pytest.raises(ValueError, match="at least 1"):
         run.ledger.append_charge("votes", VOTE, 0)
     run.finish()
 

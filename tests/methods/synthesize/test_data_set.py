@@ -132,7 +132,7 @@ def test_the_budget_holds_training_and_counts(run, tmp_path):
     make_data_set(folder, tmp_path / "a", Parrot(), [""], Request(number=3), budget=budget)
     spent = read_budget(budget)
     assert spent.cost(spent.history) == pytest.approx(trained.epsilon)
-    with pytest.raises(ValueError, match="bring"):
+    with pytest.raises(ValueError, match="for a total of"):
         make_data_set(folder, tmp_path / "b", Parrot(), counted(0.3), Request(number=3), budget=budget)
     assert not (tmp_path / "b" / "texts.jsonl").exists()
 

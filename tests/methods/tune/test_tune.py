@@ -148,7 +148,7 @@ class TestATuning:
         assert verify(finished.released).ok
         report = json.loads((finished.released / "privacy_report.json").read_text())
         assert report["statement"]["epsilon"] == pytest.approx(finished.tuning.plan.epsilon, rel=1e-9)
-        assert "best of a secret, random number" in report["statement"]["words"]
+        assert "best of a secret random number" in report["statement"]["words"]
         facts = {fact["name"]: fact["values"] for fact in report["definition"]["facts"]}
         record = read_record(finished.folder / RECORD_FILE)
         assert facts[SELECTED] == [finished.tuning.words(record.runs[record.selected].candidate)]
