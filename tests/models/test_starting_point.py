@@ -218,7 +218,7 @@ def test_a_model_that_a_private_run_of_this_process_trained_is_refused_or_declar
     declared.train()
     assert any("trained earlier" in point for point in declared.privacy_report()["open_points"])
     adapter = get_peft_model(run.model, LoraConfig(r=2, target_modules=["q_proj"]))
-    with pytest.raises(ConfigError, match="trained before"):
+    with pytest.raises(ConfigError, match="trained earlier"):
         trainer(tmp_path / "c", adapter)
 
 
