@@ -179,7 +179,7 @@ def test_a_model_inside_the_folder_of_a_private_run_is_one_of_its(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "match"),
     [
-        ("recipe.yaml", "data: {path: private.jsonl}", "which the recipe in its recipe.yaml fine-tuned"),
+        ("recipe.yaml", "data: {path: private.jsonl}", "fine-tuned with the recipe in its recipe.yaml"),
         ("README.md", "---\ndifferential_privacy:\n  private: true\n---\n", "a private run according to its README.md"),
         ("README.md", "---\nlicense: [\ndifferential_privacy:\n---\n", "a private run according to its README.md"),
     ],
