@@ -409,13 +409,13 @@ def _signs_of_private_records(folder: Path) -> list[str]:
         return [f"The weights come from {folder}, {inside}a private run ({steps} in its {LEDGER_FILE})"]
     if (folder / RECIPE_FILE).is_file():
         return [
-            f"The weights come from {folder}, which was fine-tuned with the recipe in its {RECIPE_FILE}; its ledger is "
-            "missing"
+            f"The weights come from {folder}, which was fine-tuned with the recipe in its {RECIPE_FILE} and has no "
+            "ledger"
         ]
     card = folder / CARD_FILE
     # Searched for in the text, so that it is also found in a card with damaged metadata.
     if card.is_file() and _GUARANTEE.search(card.read_text(encoding="utf-8", errors="replace")):
-        return [f"The weights come from {folder}, a private run according to its {CARD_FILE}; its ledger is missing"]
+        return [f"The weights come from {folder}, a private run according to its {CARD_FILE} without a ledger"]
     return []
 
 

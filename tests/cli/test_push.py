@@ -149,7 +149,7 @@ def test_an_adapter_is_not_added_to_other_weights(run, tmp_path, monkeypatch):
     card = Path(base) / "README.md"
     card.write_text("---\ndifferential_privacy:\n  private: true\n---\n", encoding="utf-8")
     try:
-        assert "a private run by its README.md" in call("merge", run).output
+        assert "a private run according to its README.md" in call("merge", run).output
     finally:
         card.unlink()
     assert not (run / "merged").exists()

@@ -62,5 +62,5 @@ def test_a_row_has_the_same_bits_beside_any_other_rows():
 @pytest.mark.parametrize(("rows", "length"), [([[1, 2, 3]], 2), ([[]], 2)])
 def test_rows_that_do_not_fit(rows, length):
     """A row longer than the public length would show its own."""
-    with pytest.raises(ConfigError, match="a row has"):
+    with pytest.raises(ConfigError, match="Every row needs"):
         Continuation(llama(), rows, length, 1)

@@ -155,7 +155,7 @@ def test_a_model_that_a_loop_of_ones_own_trained_is_refused_in_another_folder(tm
         run.detach()
         run.attach(model, optimizer)
     run.detach()
-    with pytest.raises(ConfigError, match="trained before"):
+    with pytest.raises(ConfigError, match="trained earlier"):
         begun(tmp_path / "b", model)
 
 
@@ -264,9 +264,9 @@ def test_weights_that_were_put_back_to_the_start_begin_another_run(tmp_path):
     trainer(tmp_path / "a", model, args=arguments(tmp_path / "a", max_steps=1)).train()
     trained = copy.deepcopy(model.state_dict())
     model.load_state_dict({**start, "model.norm.weight": trained["model.norm.weight"]})
-    with pytest.raises(ConfigError, match="trained before"):
+    with pytest.raises(ConfigError, match="trained earlier"):
         trainer(tmp_path / "b", model, args=arguments(tmp_path / "b", max_steps=1))
     model.load_state_dict(start)
     trainer(tmp_path / "c", model, args=arguments(tmp_path / "c", max_steps=1)).train()
-    with pytest.raises(ConfigError, match="trained before"):
+    with pytest.raises(ConfigError, match="trained earlier"):
         trainer(tmp_path / "d", model, args=arguments(tmp_path / "d", max_steps=1))

@@ -95,7 +95,7 @@ def adapted(kind):
 @pytest.mark.parametrize("kind", ["eva", "corda", "lora_ga", "EVA"])
 def test_an_adapter_initialised_from_data_is_refused_or_declared(kind, tmp_path):
     """By the Trainer and by a custom loop; if declared, it is an open point of the report."""
-    with pytest.raises(ConfigError, match=f"init_lora_weights='{kind}': it starts from statistics of data"):
+    with pytest.raises(ConfigError, match=f"init_lora_weights='{kind}', which starts from statistics of data"):
         trainer(tmp_path / "a", adapted(kind))
     run = trainer(tmp_path / "b", adapted(kind), start_is_independent=True)
     if kind in ("corda", "EVA"):  # PEFT cannot load such an adapter again, which the rehearsal finds
@@ -179,9 +179,9 @@ def test_a_model_inside_the_folder_of_a_private_run_is_one_of_its(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "match"),
     [
-        ("recipe.yaml", "data: {path: private.jsonl}", "which the recipe in its recipe.yaml fine-tuned"),
-        ("README.md", "---\ndifferential_privacy:\n  private: true\n---\n", "a private run by its README.md"),
-        ("README.md", "---\nlicense: [\ndifferential_privacy:\n---\n", "a private run by its README.md"),
+        ("recipe.yaml", "data: {path: private.jsonl}", "fine-tuned with the recipe in its recipe.yaml"),
+        ("README.md", "---\ndifferential_privacy:\n  private: true\n---\n", "a private run according to its README.md"),
+        ("README.md", "---\nlicense: [\ndifferential_privacy:\n---\n", "a private run according to its README.md"),
     ],
 )
 def test_weights_that_were_trained_on_private_records_are_known_without_a_ledger(tmp_path, name, text, match):
@@ -218,7 +218,7 @@ def test_a_model_that_a_private_run_of_this_process_trained_is_refused_or_declar
     declared.train()
     assert any("trained earlier" in point for point in declared.privacy_report()["open_points"])
     adapter = get_peft_model(run.model, LoraConfig(r=2, target_modules=["q_proj"]))
-    with pytest.raises(ConfigError, match="trained before"):
+    with pytest.raises(ConfigError, match="trained earlier"):
         trainer(tmp_path / "c", adapter)
 
 

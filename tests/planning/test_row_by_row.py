@@ -61,4 +61,4 @@ def test_a_model_that_needs_values_is_not_known(monkeypatch):
     """Its code reads a number of a tensor; a plan is made all the same."""
     monkeypatch.setattr(LlamaForCausalLM, "forward", lambda self, input_ids: self.lm_head.weight.sum().item())
     assert row_by_row_modules(ModelConfig(config=LLAMA)) is None
-    assert "not known" in row_by_row_words(None, 4)
+    assert "unknown" in row_by_row_words(None, 4)

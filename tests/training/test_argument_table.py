@@ -280,9 +280,7 @@ def test_an_unknown_option_is_refused_unless_it_has_its_default(tmp_path):
     """Its effect on the guarantee is not known."""
     refuse_by_table(arguments(tmp_path, Later))
     for change in ({"packing": True}, {"sampler_kwargs": {"a": 1}}, {"filled_in": 9}):
-        with pytest.raises(
-            ConfigError, match=f"train.{next(iter(change))}=.* of Later that this trainer does not know"
-        ):
+        with pytest.raises(ConfigError, match=f"train.{next(iter(change))}=.* of Later"):
             refuse_by_table(arguments(tmp_path, Later, **change))
         table = {**ARGUMENTS, next(iter(change)): ARGUMENTS["learning_rate"]}
         refuse_by_table(arguments(tmp_path, Later, **change), table)

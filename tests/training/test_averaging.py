@@ -252,7 +252,7 @@ def test_a_gradient_without_noise_stops_the_run_before_its_weights_enter(tmp_pat
         for p in model.parameters():
             p.grad = torch.ones_like(p)
 
-    with pytest.raises(WatchError, match="step left"):
+    with pytest.raises(WatchError, match="private step"):
         attack(tmp_path, action)
     assert seen[0].count == 1
 

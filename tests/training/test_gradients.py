@@ -121,7 +121,7 @@ def test_an_expert_that_only_some_rows_use_is_not_frozen(tmp_path):
     model, run = Experts(), run_of(tmp_path)
     assert run.freeze_unused(model, loss_of) == []
     run.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), gradients="per_unit")
-    with pytest.raises(ConfigError, match="model is attached"):
+    with pytest.raises(ConfigError, match="already attached"):
         run.freeze_unused(model, loss_of)
     run.detach()
 

@@ -80,7 +80,7 @@ def test_columns_get_the_names_of_trl():
         columns={"prompt": "q", "completion": "good"},
     )
     assert renamed(data, answers, None).column_names == ["prompt", "completion"]
-    with pytest.raises(ConfigError, match="column of texts"):
+    with pytest.raises(ConfigError, match="text column"):
         renamed(data, pairs, "q")
 
 
