@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch._functorch.config
 from torch import Tensor, nn
-from torch._dynamo.eval_frame import OptimizeContext, OptimizedModule
+from torch._dynamo.eval_frame import OptimizeContext, OptimizedModule, innermost_backend
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import counters
 
@@ -472,9 +472,7 @@ def _backend_of(graph: Any) -> Any:
     for cell in getattr(graph, "__closure__", None) or ():
         callback = getattr(cell.cell_contents, "callback", None)
         if callback is not None and isinstance(cell.cell_contents, OptimizeContext):
-            while hasattr(callback, "_torchdynamo_orig_backend"):  # PyTorch 2.10 has no function for it
-                callback = callback._torchdynamo_orig_backend
-            return callback
+            return innermost_backend(callback)
     return "inductor"
 
 
