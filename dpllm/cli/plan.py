@@ -30,7 +30,7 @@ def plan(recipe: RecipePath, overrides: Overrides = None, as_json: AsJson = Fals
         return
     loaded = load_recipe(recipe, overrides or ())
     if not as_json:  # the rest takes seconds
-        typer.echo(wrapped(f"planning {recipe}: loading the libraries, then the records of {loaded.data.path}"))
+        typer.echo(f"planning {recipe}: loading the libraries, then the records")
     _show_plan(recipe, plan_of(loaded), as_json)
 
 
