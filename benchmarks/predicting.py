@@ -71,7 +71,7 @@ def predicted(options: argparse.Namespace, kind: str, folder: Path) -> tuple[lis
     file = folder.with_suffix(".yaml")
     file.write_text(yaml.safe_dump(recipe_of(options, kind, folder)), encoding="utf-8")
     with contextlib.redirect_stdout(sys.stderr):
-        run_method("predict", str(file), [], None, as_json=False)
+        run_method("predict", str(file), [], as_json=False)
     texts = [json.loads(line)["text"] for line in (folder / "texts.jsonl").read_text(encoding="utf-8").splitlines()]
     statement = json.loads((folder / "privacy_report.json").read_text(encoding="utf-8"))["statement"]
     settings = json.loads((folder / "privacy_plan.json").read_text(encoding="utf-8"))["settings"]

@@ -77,7 +77,7 @@ class Method:
     """Place of the `QueryCommand`: how a query recipe with its section is read, planned and carried out."""
     carry_out: str | None = None
     """Place of the function behind its command where that takes a recipe with its section: the method, the file, the
-    overrides, the folder of the run, and whether as JSON."""
+    overrides, and whether as JSON."""
     help: str = ""
     """The help screen of that command."""
     examples: tuple[str, ...] = ()

@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeVar, cast
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from dpllm.config.extras import hush
 from dpllm.config.json_values import json_value
 from dpllm.config.mistakes import print_any_character, tell
 
@@ -168,6 +169,7 @@ def one_line_errors(command: _Command) -> _Command:
     @functools.wraps(command)
     def guarded(*args: Any, **kwargs: Any) -> None:
         print_any_character()
+        hush()
         try:
             command(*args, **kwargs)
         except (typer.Exit, typer.Abort):

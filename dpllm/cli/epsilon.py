@@ -191,8 +191,12 @@ def _compose(
     """Print the joint ε of runs, from their ledgers."""
     from dpllm.privacy.compose import compose, composition_rows
     from dpllm.privacy.ledger import LEDGER_FILE
+    from dpllm.privacy.plan import PLAN_FILE
+    from dpllm.privacy.query_plan import load_plan
 
     folders = [path.parent if path.name == LEDGER_FILE else path for path in runs]
+    if len(folders) == 1 and dataset is None and load_plan(folders[0] / PLAN_FILE).dataset is None:
+        dataset = "not named"  # of one run, there are no other data that it could be confused with
     made = compose(folders, delta, adjacency, dataset, shared)
     show(made.to_dict(), composition_rows(made), "Joint cost of the runs", as_json)
 

@@ -414,7 +414,7 @@ def _model(ask: _Questions, given: _Given) -> tuple[str, ModelAtHand | None]:
 
     def check(name: str) -> tuple[str, ModelAtHand | None]:
         place = Path(_some_text(name)).expanduser()
-        typer.echo(f"looking at the model {name}; loading torch and transformers takes some seconds")
+        typer.echo(f"looking at the model {name}; this loads torch")
         from dpllm.models.local_model import model_at_hand
 
         path = str(place) if place.is_dir() else name
@@ -483,7 +483,7 @@ def _show(target: Path, wishes: Wishes, made: NewRecipe, notes: Sequence[str]) -
     for note in (*made.notes, *notes):
         typer.echo(wrapped(f"Note: {note}"))
     name = shlex.quote(str(target))
-    typer.echo(f"\nNext\n  dpllm plan {name}   # the guarantee and the predicted noise; nothing is trained")
+    typer.echo(f"\nNext\n  dpllm plan {name}    # the guarantee and every setting; nothing is trained")
     typer.echo(f"  dpllm train {name}   # train, and write model and privacy report")
 
 

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
 import typer
 
 from dpllm import registry
 from dpllm.cli.common import AsJson, Group, Overrides, RecipeName, add, command
-
-OutputDir = Annotated[Path | None, typer.Option(help="The folder of the run; the recipe's without it.")]
 
 app = typer.Typer(
     cls=Group,
@@ -35,10 +30,8 @@ def summary() -> str:
 def _add_carried_out(made: typer.Typer, method: registry.Method) -> None:
     """Add the command that carries out a method's recipe; the function behind it is imported when it is called."""
 
-    def carry_out(
-        recipe: RecipeName, overrides: Overrides = None, output_dir: OutputDir = None, as_json: AsJson = False
-    ) -> None:
-        registry.load(str(method.carry_out))(method.name, recipe, overrides or [], output_dir, as_json)
+    def carry_out(recipe: RecipeName, overrides: Overrides = None, as_json: AsJson = False) -> None:
+        registry.load(str(method.carry_out))(method.name, recipe, overrides or [], as_json)
 
     carry_out.__doc__ = method.help
     add(made, command(*method.examples)(carry_out), method.command or method.name)

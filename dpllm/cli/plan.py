@@ -30,9 +30,9 @@ def plan(recipe: RecipePath, overrides: Overrides = None, as_json: AsJson = Fals
     if show_plan is not None:
         registry.load(show_plan)(recipe, overrides or [], as_json)
         return
-    loaded = load_recipe(recipe, overrides or ())
-    if not as_json:  # the rest takes seconds
-        typer.echo(wrapped(f"planning {recipe}: loading the libraries, then the records of {loaded.data.path}"))
+    load_recipe(recipe, overrides or ())  # a mistake is named before the rest, which takes seconds
+    if not as_json:
+        typer.echo(f"planning {recipe}: loading the libraries, then the records")
     from dpllm.training.proposals import proposals
 
     found = proposals(recipe, overrides or ())

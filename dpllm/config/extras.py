@@ -7,6 +7,7 @@ command line, the training, the report of each run with its curves and its cross
 from __future__ import annotations
 
 import importlib.util
+import logging
 
 from dpllm.config.values import ConfigError
 
@@ -23,6 +24,11 @@ EXTRAS: dict[str, tuple[str, ...]] = {
 
 PACKAGES = {"mauve": "mauve-text", "faiss": "faiss-cpu", "sklearn": "scikit-learn"}
 """Module -> its package, where the names differ in more than the underscore."""
+
+
+def hush() -> None:
+    """Let bitsandbytes, which peft imports in every run, log errors only: its kernels for 4 bits are rarely used."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def require(extra: str, purpose: str) -> None:

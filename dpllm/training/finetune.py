@@ -6,6 +6,7 @@
 import argparse
 import dataclasses
 import os
+import shlex
 import signal
 import sys
 import time
@@ -60,7 +61,7 @@ from dpllm.models.model_argument import name_classes
 from dpllm.models.start_files import START_FILES, refuse_other_start, start_files
 from dpllm.privacy.budget import require_room
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
-from dpllm.privacy.plan import PrivacyPlan, format_plan
+from dpllm.privacy.plan import PrivacyPlan
 from dpllm.privacy.run_folder import is_used, lost_steps
 from dpllm.report.disclosures import HELD_OUT
 from dpllm.report.figures import plot_training
@@ -124,6 +125,8 @@ def carry_out(recipe: str | Path, overrides: Sequence[str]) -> None:
         check_numbers()
         console.quiet = process_number("RANK") > 0
         use_all_cores()
+        if not torch.accelerator.is_available():  # accelerate imports DeepSpeed, which would log its choice of the CPU
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
         find_deepspeed_config(shipped_root())
         found = proposals(recipe, overrides, download=True)
         for setting in found:
@@ -227,6 +230,8 @@ def run_in(recipe: Recipe, args: TrainingArguments, phases: Phases, began: float
     phases.begin("loading the model, tokenizing the records")
     before = Begin(None, phases, plan.num_steps)
     trainer, held_out = trainer_of(recipe, args, start, (train_records, eval_records), num_labels, before)
+    if Processes().size == 1:  # shards would be counted otherwise
+        phases.say(model_words(recipe, trainer.model))
     before.held_out, before.trainer = held_out if not resume else None, trainer
     trainer.add_callback(End(phases))
     trainer.add_callback(WhenAttached(lambda: phases.say(trainer.rehearsal or "")))
@@ -369,8 +374,25 @@ def read(
     phases.begin("planning", "the noise that ε needs" if recipe.privacy.epsilon else "")
     plan = plan_for(args, recipe.privacy, units, average=recipe.train.get("average"))
     phases.end()
-    show("privacy plan", format_plan(plan))
+    phases.say(plan_words(plan))
     return train_records, eval_records, plan
+
+
+def plan_words(plan: PrivacyPlan) -> str:
+    """Return the guarantee and the steps of a plan in one line; `dpllm plan` prints all numbers."""
+    unit = "user" if plan.unit == "user" else "record"
+    draws = "rows" if plan.sampling == "example" else f"{unit}s"
+    size = f"{plan.num_steps:,} steps of {plan.expected_batch_size:,} {draws} on average"
+    return f"{plan.guarantee} for each {unit} · {size} · σ {plan.noise_multiplier:.4g}, C {plan.clip_norm:g}"
+
+
+def model_words(recipe: Recipe, model: Any) -> str:
+    """Return the model and its trained part in one line."""
+    counts = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    total, trained = sum(count for count, _ in counts), sum(count for count, requires in counts if requires)
+    name = Path(recipe.model.name).name if recipe.model.name else "a model from scratch"
+    how = f"LoRA r {recipe.model.adapter.get('r', 8)}" if recipe.model.adapter else "no adapter"
+    return f"{name}, {how}: {trained:,} of {total:,} parameters are trained"
 
 
 def read_words(num_units: int, eval_records: datasets.Dataset | None, privacy: PrivacyConfig) -> str:
@@ -494,11 +516,19 @@ def finish(
     picture = draw(trainer, output / "training.png", before, after)
     phases.end()
     summary = [
-        *utility.items(),
-        ("guarantee", str(trainer.guarantee)),
-        ("unit of privacy", f"one {recipe.privacy.protects} of {plan.num_units:,}"),
+        *held_out_rows(before, after),
+        ("guarantee", f"{trainer.guarantee} for each {recipe.privacy.protects} of {plan.num_units:,}"),
     ]
-    show("done", [*summary, *results(trainer, picture, began)])
+    show(f"done in {time.monotonic() - began:.0f} s: {output}", [*summary, *results(trainer, picture)])
+
+
+def held_out_rows(before: Measurement | None, after: Measurement | None) -> list[tuple[str, str]]:
+    """Return each held-out figure before and after the training; they are exact, and ε does not cover them."""
+    earlier = {} if before is None else before.figures
+    return [
+        (f"held-out {name}", f"{earlier[name]:.4g} → {value:.4g}" if name in earlier else f"{value:.4g}")
+        for name, value in ({} if after is None else after.figures).items()
+    ]
 
 
 def stopped(trainer: DPTrainer, number: int) -> int:
@@ -515,16 +545,14 @@ def stopped(trainer: DPTrainer, number: int) -> int:
     return exit_code(number)
 
 
-def results(trainer: DPTrainer, picture: Path, began: float) -> list[tuple[str, str]]:
-    """Return the results for the summary: steps, files and time."""
+def results(trainer: DPTrainer, picture: Path) -> list[tuple[str, str]]:
+    """Return the results for the summary: steps, files, and what to do next."""
     output, processes = Path(str(trainer.args.output_dir)), trainer.args.world_size
     return [
         ("private steps", steps_taken(trainer)),
         *([("processes", f"{processes}")] if processes > 1 else []),
-        ("model", str(output)),
-        ("privacy report", str(output / "privacy_report.md")),
         ("picture", str(picture)),
-        ("time", f"{time.monotonic() - began:.0f} s"),
+        ("next", f"dpllm verify {shlex.quote(str(output))} · dpllm report {shlex.quote(str(output))} --open"),
     ]
 
 

@@ -273,6 +273,15 @@ def test_compose_adds_runs_up(tmp_path: Path) -> None:
     assert "ε of all together" in run(["epsilon", *folders])
 
 
+def test_one_run_needs_no_name_of_its_data(folder: Path) -> None:
+    """Its folder or its ledger; of two runs without names nothing shows that they had the same data."""
+    values = as_json(["epsilon", str(folder)])
+    assert values["epsilon"] == as_json(["report", str(folder)])["statement"]["epsilon"]
+    assert as_json(["epsilon", str(folder / "privacy_ledger.jsonl")])["epsilon"] == values["epsilon"]
+    other = shutil.copytree(folder, folder / "other")
+    refuse(["epsilon", str(folder), str(other)])
+
+
 def test_verify_passes_and_fails(folder: Path) -> None:
     """`dpllm verify`: exit code 0 for the files of a run, 1 with the failed check for an edited report."""
     contents = read_ledger(folder / "privacy_ledger.jsonl")

@@ -49,10 +49,20 @@ def test_the_first_screen_has_every_command_by_topic() -> None:
     assert shown[0].startswith("dpllm ") and shown[0].endswith(" · private fine-tuning of language models")
     assert len(shown) <= LINES and max(map(len, shown)) <= COLUMNS
     assert [line.split()[0] for line in shown if line and line[0] != " "][1:-1] == list(GROUPS)
-    assert Counter(name for group in GROUPS.values() for name in group) == Counter(PROGRAM.commands)
+    assert Counter(name for group in GROUPS.values() for name in group) == Counter(list(PROGRAM.commands))
     assert all(
         f", {name}" in " ".join("\n".join(shown).split()) for name in [*PROGRAM.commands["methods"].commands][1:]
     )
+
+
+def test_the_page_of_the_commands_has_each_once() -> None:
+    """And no other, in 400 words at most."""
+    page = (Path(__file__).parents[2] / "docs" / "commands.md").read_text(encoding="utf-8")
+    tables = re.sub(r"```.*?```", "", page, flags=re.DOTALL)
+    first = "\n".join(re.findall(r"^\|.*?\|", tables, flags=re.MULTILINE))
+    found = re.findall(r"`dpllm ([a-z ]+?)(?: [A-Z=]+)*`", first)
+    assert Counter(found) == Counter(" ".join(path) for path, _ in SINGLE)
+    assert len(page.split()) <= 400
 
 
 @pytest.mark.parametrize("path", [" ".join(path) for path, _ in ALL])

@@ -65,7 +65,7 @@ def perplexity(folder: Path, model) -> float:
 
 
 def printed_perplexity(printed: str) -> float:
-    return float(re.search(r"held-out perplexity after\s+([0-9.]+)", printed)[1])
+    return float(re.search(r"held-out perplexity\s+(?:[0-9.]+ → )?([0-9.]+)", printed)[1])
 
 
 @pytest.mark.parametrize("config", CONFIGS)

@@ -51,7 +51,7 @@ def test_the_plan_names_the_rate_of_the_rule_and_advises_on_one_that_is_stale(re
     (line,) = [line for line in fewer["advice"] if "the rule gives" in line]
     assert f"set train.learning_rate={fewer['computed_learning_rate']:g}" in line and "T = 4 steps" in line
     printed = run(["plan", path, "train.max_steps=32"])
-    assert printed.startswith(f"planning {path}: loading the libraries, then the records of")  # before it takes seconds
+    assert printed.startswith(f"planning {path}: loading the libraries, then the records")  # before it takes seconds
     shown = " ".join(printed.replace("│", " ").split())
     assert "by the rule for this plan" in shown and "the rule gives" not in shown  # within the range
 

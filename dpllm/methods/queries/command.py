@@ -35,14 +35,13 @@ def query_command(method: str) -> QueryCommand:
     return found
 
 
-def run_method(method: str, recipe: str, overrides: list[str], output_dir: Path | None, as_json: bool) -> None:
+def run_method(method: str, recipe: str, overrides: list[str], as_json: bool) -> None:
     """Carry out the query run of a recipe, and print what it released.
 
     Args:
         method: name of its section and command.
         recipe: the file, or the name of a shipped recipe.
         overrides: of its values.
-        output_dir: the folder of the run; None: the recipe's.
         as_json: print one JSON object at the end, and nothing else on the standard output.
     """
 
@@ -50,8 +49,7 @@ def run_method(method: str, recipe: str, overrides: list[str], output_dir: Path 
         typer.echo(line, err=as_json)
 
     say(f"dpllm {dpllm.__version__}: {method} {recipe_file(recipe)}")  # first: the rest takes seconds
-    more = [] if output_dir is None else [f"output_dir={output_dir}"]
-    read = load_query_recipe(recipe, [*overrides, *more], method)
+    read = load_query_recipe(recipe, overrides, method)
     check_output_folder("output_dir", read.output_dir)
     known = query_command(method)
     say(f"output in {read.output_dir}; {known.reading}")

@@ -267,7 +267,7 @@ def test_the_commands_plan_and_ask(recipe, tmp_path, echoed):
     assert result.exit_code == 0, result.output
     assert set(json.loads(result.stdout)) == {"folder", "epsilon", "delta", "stars", "animal", "thing"}
     refused = CliRunner().invoke(
-        app, ["methods", "aggregate", file, "aggregate.groups=30", "--output-dir", str(tmp_path / "o")]
+        app, ["methods", "aggregate", file, "aggregate.groups=30", f"output_dir={tmp_path / 'o'}"]
     )
     assert refused.exit_code == 2 and refused.stderr.count("\n") == 1 and not (tmp_path / "o").exists()
 

@@ -201,12 +201,12 @@ def test_the_commands_from_recipe_to_verified_release(tmp_path: Path) -> None:
     planned = CliRunner().invoke(app, ["plan", str(path), *more, "--json"])
     assert planned.exit_code == 0, planned.output
     assert not (tmp_path / "run").exists() and read_budget(budget).spent == 0.0
-    result = CliRunner().invoke(app, ["methods", "count", str(path), *more, "--output-dir", str(tmp_path / "out")])
+    result = CliRunner().invoke(app, ["methods", "count", str(path), *more, f"output_dir={tmp_path / 'out'}"])
     assert result.exit_code == 0, result.output
     body = json.loads((tmp_path / "out" / "counts.json").read_text())
     assert set(body["counts"]) == set(CLASSES) and all(100 < count < 300 for count in body["counts"].values())
     assert 0.99 < read_budget(budget).spent <= 1.0 and verify(tmp_path / "out").ok
-    again = CliRunner().invoke(app, ["methods", "count", str(path), *more, "--output-dir", str(tmp_path / "out")])
+    again = CliRunner().invoke(app, ["methods", "count", str(path), *more, f"output_dir={tmp_path / 'out'}"])
     assert again.exit_code == 2 and "holds an earlier run" in again.output
 
 

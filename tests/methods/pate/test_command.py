@@ -12,7 +12,7 @@ def test_the_commands_plan_and_teach(tmp_path):
     recipe = write_recipe(tmp_path)
     planned = as_json(["plan", str(recipe), "teach.max_prompts=3"])
     assert planned["charges"][0]["count"] == 3 and not (tmp_path / "run").exists()
-    printed = run(["methods", "pate", str(recipe), "teach.max_prompts=3", "--output-dir", str(tmp_path / "other")])
+    printed = run(["methods", "pate", str(recipe), "teach.max_prompts=3", f"output_dir={tmp_path / 'other'}"])
     assert f"{TEACHERS} of {TEACHERS} teachers have voted" in printed and "labels: 3" in printed
     assert f"dpllm verify {tmp_path / 'other'}" in printed
     assert len((tmp_path / "other" / "labels.jsonl").read_text().splitlines()) == 3

@@ -205,8 +205,7 @@ def test_the_command_of_the_shipped_recipe(tmp_path, model, monkeypatch):
         *small,
         *more,
         "privacy.delta=1e-3",
-        "--output-dir",
-        "out",
+        "output_dir=out",
         "--json",
     ]
     result = CliRunner().invoke(app, command)

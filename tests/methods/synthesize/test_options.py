@@ -30,7 +30,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def made(run: Path, *more: str, number: int = 4) -> list[str]:
     output = ["--output", str(run.parent / "made"), "--max-new-tokens", "4"]
-    return ["synthesize", str(run), "-n", str(number), *output, *more]
+    return ["methods", "synthesize", str(run), "-n", str(number), *output, *more]
 
 
 def test_a_data_set_with_counted_labels(run):
@@ -121,13 +121,15 @@ def test_the_canaries_of_a_run_are_compared(tmp_path):
     result = invoke(["methods", "evaluate", at, "--real", at, *more, "--canaries", str(tmp_path / "canaries.json")])
     assert result.exit_code == 0 and "AUROC 1.000" in result.stdout, result.output
     assert "ε does not cover them" in result.stderr
-    assert "cannot be read" in refused(["evaluate", at, "--real", at, *more, "--canaries", str(tmp_path / "none.json")])
+    assert "cannot be read" in refused(
+        ["methods", "evaluate", at, "--real", at, *more, "--canaries", str(tmp_path / "none.json")]
+    )
 
 
 def test_evaluate_names_the_mistake(tmp_path):
     (tmp_path / "t.jsonl").write_text('{"text": "x"}\n')
     at = str(tmp_path / "t.jsonl")
     plain = ["--no-mauve", "--no-classifier"]
-    assert "no such file" in refused(["evaluate", str(tmp_path / "none.jsonl"), "--real", at, *plain])
-    assert "change the ending" in refused(["evaluate", at, "--real", at, "--output", "x.txt", *plain])
-    assert "ngram" in refused(["evaluate", at, "--real", at, "--ngram", "0", *plain])
+    assert "no such file" in refused(["methods", "evaluate", str(tmp_path / "none.jsonl"), "--real", at, *plain])
+    assert "change the ending" in refused(["methods", "evaluate", at, "--real", at, "--output", "x.txt", *plain])
+    assert "ngram" in refused(["methods", "evaluate", at, "--real", at, "--ngram", "0", *plain])

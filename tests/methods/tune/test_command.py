@@ -28,7 +28,7 @@ def test_the_cost_is_printed_before_anything_is_drawn(recipe_file, search_file, 
     budget, out = tmp_path / "words.budget.json", tmp_path / "out"
     options = ["--dataset", "words", "--epsilon", "9", "--delta", "1e-3", "--num-units", "100"]
     run(["budget", "create", str(budget), *options])
-    command = ["tune", str(recipe_file), f"train.output_dir={out}", f"privacy.budget_file={budget}"]
+    command = ["methods", "tune", str(recipe_file), f"train.output_dir={out}", f"privacy.budget_file={budget}"]
     command += ["--search", str(search_file), "--plan-only"]
     values = as_json(command)
     assert 7.99 < values["epsilon"] <= 8 and values["epsilon_of_one_run"] < 4
@@ -41,9 +41,9 @@ def test_the_cost_is_printed_before_anything_is_drawn(recipe_file, search_file, 
 def test_a_mistake_is_one_line(recipe_file, search_file):  # noqa: F811
     """As for every command."""
     assert "data.eval.public=true" in refuse(
-        ["tune", str(recipe_file), "--search", str(search_file), "data.eval.public=false"]
+        ["methods", "tune", str(recipe_file), "--search", str(search_file), "data.eval.public=false"]
     )
-    assert "cannot be read" in refuse(["tune", str(recipe_file), "--search", "nowhere.yaml"])
+    assert "cannot be read" in refuse(["methods", "tune", str(recipe_file), "--search", "nowhere.yaml"])
 
 
 def test_epsilon_of_the_best_of_another_kind():
@@ -115,7 +115,7 @@ def test_a_tuning_that_is_killed_goes_on_with_the_same_command(recipe_file, tmp_
     """kill -9 of the whole command in the first run; the same draws, the same folders, and a released model."""
     search = tmp_path / "search.yaml"
     search.write_text("runs: {kind: geometric, mean: 1}\ncandidates: {train.learning_rate: [1.0e-2]}\n")
-    program = [sys.executable, "-m", "dpllm", "tune", str(recipe_file), "--search", str(search)]
+    program = [sys.executable, "-m", "dpllm", "methods", "tune", str(recipe_file), "--search", str(search)]
     program += [
         "--launch",
         f"{sys.executable} {ROOT / 'recipes' / 'finetune.py'}",
