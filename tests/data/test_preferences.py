@@ -97,7 +97,7 @@ def test_a_row_counts_the_tokens_of_both_sequences_padded_to_the_longer():
 @pytest.mark.parametrize(
     ("columns", "options", "error", "says"),
     [
-        ({"prompt": ["a"], "chosen": ["b"]}, {}, ConfigError, "no 'rejected': a pair has"),
+        ({"prompt": ["a"], "chosen": ["b"]}, {}, ConfigError, "no 'rejected'"),
         ({"prompt": ["a"], "chosen": ["b"], "rejected": [None]}, {}, DataError, "row 0: 'rejected' is missing"),
         ({"prompt": [None], "chosen": ["b"], "rejected": ["c"]}, {}, DataError, "row 0: 'prompt' must be a text"),
         (

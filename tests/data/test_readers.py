@@ -285,7 +285,7 @@ def test_folders_of_save_to_disk_are_read(tmp_path):
     with pytest.raises(ConfigError, match=r"no split 'test'.*train .*held"):
         texts(tmp_path / "two", split="test")
     (tmp_path / "one" / "data-00001-of-00002.arrow").unlink()
-    with pytest.raises(ConfigError, match=r"data-00001-of-00002\.arrow: state\.json lists the file"):
+    with pytest.raises(ConfigError, match=r"data-00001-of-00002\.arrow: state\.json lists this file"):
         texts(tmp_path / "one")
 
 

@@ -103,7 +103,7 @@ class TestLoading:
             ("*.parquet", "no file matches"),
             ("builtin:sotou", "unknown corpus 'builtin:sotou'; did you mean 'sotu'"),
             ("empty", "the folder has no file that ends in"),
-            ("mixed", "files of different kinds"),
+            ("mixed", "files in different formats"),
             ("notes.docx", r"notes\.docx: cannot be read: .*save its text as \.txt"),
         ],
     )

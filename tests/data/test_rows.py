@@ -439,7 +439,7 @@ class TestCollator:
         collate = RowCollator(pad_token_id=0)
         with pytest.raises(DataError, match="3 labels"):
             collate([{"input_ids": [1]}, {"input_ids": [1, 2], "labels": [1, 2, 3]}])
-        with pytest.raises(DataError, match="a row has no 'input_ids'; it has text"):
+        with pytest.raises(DataError, match="a row has no 'input_ids', only text"):
             collate([{"text": "x"}])
         with pytest.raises(DataError, match="no row to collate"):
             collate([])

@@ -137,7 +137,7 @@ class TestAnswers:
             ({"text": ["Ada"], "answer_start": [-70]}, "record 7: an answer needs a text and a start"),
             ({"text": ["Ada"], "answer_start": []}, "record 7: an answer needs a text and a start"),
             ({"text": [""], "answer_start": [0]}, "record 7: an answer needs a text and a start"),
-            ("Ada", "record 7: the answers are not "),
+            ("Ada", "record 7: the answers must have "),
         ],
     )
     def test_answers_that_are_not_in_the_context_are_refused(self, answers, message):
@@ -192,7 +192,7 @@ class TestNumbers:
         """They do not fit one tensor."""
         collate = RowCollator(pad_token_id=0, task="regression")
         assert collate([{"input_ids": [1], "labels": np.array([1.0])}])["labels"].tolist() == [[1.0]]
-        with pytest.raises(DataError, match=r"2\] values"):
+        with pytest.raises(DataError, match=r"2\] target values"):
             collate([{"input_ids": [1], "labels": [1.0]}, {"input_ids": [1], "labels": [1.0, 2.0]}])
         with pytest.raises(DataError, match="needs its target values"):
             collate([{"input_ids": [1]}])
