@@ -66,7 +66,7 @@ def recipes(
     for one, about in listed.items():
         typer.echo(wrapped(f"{one:<{width}}  {about['mode']}"))
         typer.echo(wrapped(f"{about['what']}. Cost: {about['cost']}", 4))
-    typer.echo("\nPrint: dpllm recipes NAME · copy: dpllm recipes NAME --copy · train: dpllm train NAME")
+    typer.echo("\nPrint: dpllm recipes NAME · copy: add --copy · train: dpllm train NAME")
 
 
 def described(text: str) -> dict[str, str]:
