@@ -30,9 +30,7 @@ def recipe(folder: Path, trainer: str, *overrides: str):
         "model": {"name": str(folder / "model")},
         "data": {
             **{"path": str(folder / "data.jsonl"), "format": FORMATS[trainer], "max_length": 48, "eval": 0.25},
-            **{
-                "columns": {"prompt": "question", "completion": "answer"},
-            },
+            "columns": {"prompt": "question", **({"completion": "answer"} if trainer == "sft" else {})},
         },
         "privacy": {"noise_multiplier": 1.0, "clip_norm": 1.0, "expected_batch_size": 6, "delta": 1e-3},
         "train": {
@@ -90,8 +88,12 @@ def test_columns_get_the_names_of_trl():
     ("trainer", "overrides", "says"),
     [
         ("dpo", ["train.trainer=null"], "data.format='preference' needs train.trainer=dpo, and it is null"),
-        ("dpo", ["data.format=text"], "data.format='text' needs train.trainer=null, and it is dpo"),
-        ("sft", ["data.format=preference"], "data.format='preference' needs train.trainer=dpo, and it is sft"),
+        ("dpo", ["data.format=text", "data.columns={}"], "data.format='text' needs train.trainer=null, and it is dpo"),
+        (
+            "sft",
+            ["data.format=preference", "data.columns={}"],
+            "data.format='preference' needs train.trainer=dpo, and it is sft",
+        ),
         ("sft", ["train.trainer=kto"], "train.trainer must be one of"),
         ("sft", ["data.long_records=split"], "makes one row of each record"),
         ("dpo", ["microbatch.pack=true"], "a row of train.trainer=dpo has two sequences"),

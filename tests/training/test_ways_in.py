@@ -222,8 +222,10 @@ def test_own_names_of_columns(tmp_path, folder):
     assert max(len(ids) for ids in run.train_dataset["input_ids"]) == 5
     with pytest.raises(ConfigError, match="causal_lm learns"):
         made(tmp_path, folder, rows)
-    with pytest.raises(ConfigError, match=r"data\.text_column"):
-        made(tmp_path, folder, rows, data={"text_colum": "note"})
+    with pytest.raises(ConfigError, match=r"columns\.txt'; did you mean 'text'"):
+        made(tmp_path, folder, rows, data={"columns": {"txt": "note"}})
+    with pytest.raises(ConfigError, match=r"pass PrivacyConfig\(unit"):
+        made(tmp_path, folder, rows, data={"columns": {"text": "note", "unit": "who"}})
     with pytest.raises(ConfigError, match="key 'path"):
         made(tmp_path, folder, rows, data={"path": "notes.jsonl"})
     by_user = {**PRIVACY, "unit": "nte", "max_rows_per_unit": 2}
