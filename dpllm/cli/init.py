@@ -80,12 +80,25 @@ def init(
         "privacy.epsilon", given.epsilon, "ε of the whole run (up to 1 strong, up to 10 reasonable)", EPSILON, _epsilon
     )
     target = output or ask.value("--output", None, "The recipe to write", _OUTPUT, _checked_output)
-    wishes = given.wishes(section, name, epsilon, given.output_dir or str(_new_folder(target.stem)), of_user, classes)
     typer.echo(f"reading all records of {path}; then computing noise and learning rate")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # transformers, about names of options that will change
-        from dpllm.planning.new_recipe import new_recipe
+        from dpllm.planning.new_recipe import Wishes, new_recipe
 
+        wishes = Wishes(
+            data=section,
+            model=name,
+            epsilon=epsilon,
+            output_dir=given.output_dir or str(_new_folder(target.stem)),
+            unit_column=of_user,
+            rows=given.rows,
+            classes=classes,
+            adapter=given.adapter,
+            rank=given.rank,
+            max_length=given.max_length,
+            held_out=given.held_out,
+            start_is_independent=given.start_is_independent,
+        )
         made = new_recipe(wishes, at_hand)
         notes = _write(target, made)
     _show(target, wishes, made, notes if at_hand is not None else ())
@@ -186,33 +199,6 @@ class _Given:
             raise ValueError("data.eval: init takes a share of the units, or null; set a path in the recipe it writes")
         if self.held_out is not None:
             between("data.eval", self.held_out, 0, 1, below=True)
-
-    def wishes(
-        self,
-        data: DataConfig,
-        model: str,
-        epsilon: float,
-        output_dir: str,
-        unit_column: str | None,
-        classes: int | list[str] | None,
-    ) -> Wishes:
-        """Return all wishes, with the answers to the questions."""
-        from dpllm.planning.new_recipe import Wishes
-
-        return Wishes(
-            data=data,
-            model=model,
-            epsilon=epsilon,
-            output_dir=output_dir,
-            unit_column=unit_column,
-            rows=self.rows,
-            classes=classes,
-            adapter=self.adapter,
-            rank=self.rank,
-            max_length=self.max_length,
-            held_out=self.held_out,
-            start_is_independent=self.start_is_independent,
-        )
 
 
 @dataclass(frozen=True)
