@@ -157,7 +157,7 @@ def test_a_model_that_mixes_tokens_across_rows_is_refused(middle, lengths):
     """Any coupling, in either direction, also over short rows, is found in the first backward pass or in the check."""
     model = Mixer(middle())
     clipper, inputs = GhostClipper(model, 1.0), batch_of(lengths)
-    match = r"depends on the packed row \d.*pack_rows: false"
+    match = r"depends on the packed row \d.*microbatch.pack: false"
     with pytest.raises(GhostError, match=match):
         clipper.backward(losses(model, inputs))
     with pytest.raises(GhostError, match=match):

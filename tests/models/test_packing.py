@@ -165,7 +165,7 @@ REFUSED = {
 @pytest.mark.parametrize(("make", "task", "match"), REFUSED.values(), ids=REFUSED.keys())
 def test_models_that_can_not_be_packed_are_refused_by_name(make, task, match):
     """Before any training, with the remedy."""
-    with pytest.raises(ConfigError, match=rf"Rows cannot be packed: {match}.*set pack_rows to false"):
+    with pytest.raises(ConfigError, match=rf"Rows cannot be packed: {match}.*set microbatch.pack to false"):
         refuse_unpackable(make(), task)
 
 

@@ -175,7 +175,7 @@ def test_files_that_are_quantised_already_are_used_as_they_are(folder, tmp_path)
         with pytest.raises(ConfigError, match="quantised already"):
             adapted(str(tmp_path), given)
     model = ModelConfig(name=str(tmp_path))
-    with pytest.raises(ConfigError, match=r"model\.peft"):
+    with pytest.raises(ConfigError, match=r"model\.adapter"):
         load_model(model, load_tokenizer(model))
 
 
