@@ -24,10 +24,11 @@ from dpllm.cli.suggesting import (
     run_suggest,
 )
 from dpllm.cli.sweeping import UTILIZATION, Setting, SweepOptions, run_sweep
-from dpllm.config import ConfigError, Recipe, load_recipe
-from dpllm.config.query_recipe import method_in
+from dpllm.config import ConfigError, load_recipe
+from dpllm.config.recipe_file import method_in
 
 if TYPE_CHECKING:
+    from dpllm.config import Recipe
     from dpllm.privacy.noise_choice import Prediction
     from dpllm.privacy.plan import PrivacyPlan
     from dpllm.training.workload import UpdateRule

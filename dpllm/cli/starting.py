@@ -6,7 +6,7 @@ import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -298,12 +298,11 @@ def _reading_keys(overrides: Sequence[str], encoding: str | None) -> dict[str, A
     Raises:
         ValueError: an override names another key.
     """
-    from dpllm.config.data_section import DataSource, FileReading
-    from dpllm.config.recipe import apply_override
+    from dpllm.config.data_section import READING
+    from dpllm.config.recipe_file import apply_override
 
     raw: dict[str, Any] = {} if encoding is None else {"data": {"encoding": encoding}}
-    known = {f"data.{one.name}" for kind in (DataSource, FileReading) for one in fields(kind)}
-    known -= {"data.path", "data.max_length"}
+    known = {f"data.{key}" for key in READING}
     for override in overrides:
         key = override.partition("=")[0].strip()
         if "=" in override and key not in known:

@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from dpllm.cli.common import show_json, show_table
-from dpllm.config import Recipe
 from dpllm.config.values import between, integer
 
 if TYPE_CHECKING:
+    from dpllm.config import Recipe
     from dpllm.planning.rehearsal import Rehearsal
     from dpllm.planning.suggest import Setting, Suggestion
     from dpllm.planning.suggested import Suggested

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from dpllm.cli.common import show_json, show_table
-from dpllm.config import Recipe
 from dpllm.config.values import integer
 
 if TYPE_CHECKING:
+    from dpllm.config import Recipe
     from dpllm.mechanism.parts import Noise
     from dpllm.mechanism.workload import Workload
     from dpllm.privacy.plan import PrivacyPlan

@@ -17,10 +17,11 @@ from typing import Any
 import datasets
 import numpy as np
 
-from dpllm.config import ConfigError, DataConfig, Microbatch, ModelConfig, PrivacyConfig, Recipe
-from dpllm.config.data_section import UNIT, DataSource, FileReading
+from dpllm.config import ConfigError, DataConfig, HeldOut, Microbatch, ModelConfig, PrivacyConfig, Recipe
+from dpllm.config.data_section import READING
 from dpllm.config.formats.catalogue import formats_for
 from dpllm.config.formats.record_format import Chat, TextLabel, columns_in
+from dpllm.config.recipe_file import UNIT
 from dpllm.config.tasks import TASKS
 from dpllm.data.columns import texts_of
 from dpllm.data.records import DataError, load_records, reading_remarks
@@ -167,7 +168,7 @@ def new_recipe(wishes: Wishes, at_hand: ModelAtHand | None) -> NewRecipe:
     _refuse_few(population, protects)
     share = rules.held_out_share(population) if wishes.held_out is None else wishes.held_out
     num_units = population - (max(1, round(share * population)) if share else 0)
-    data = dataclasses.replace(data, eval=share or None)
+    data = dataclasses.replace(data, eval=HeldOut(share=share or None))
     batch, steps = rules.batch_and_steps(num_units)
     model = _model_section(wishes, task, at_hand)
     privacy = dataclasses.replace(_privacy(wishes, unit, batch), delta=rules.delta_for(num_units))
@@ -305,10 +306,10 @@ def _model_section(wishes: Wishes, task: str, at_hand: ModelAtHand | None) -> li
 def _data_settings(data: DataConfig, max_length: Setting, wishes: Wishes) -> list[Setting]:
     path = "Your records. A relative path is seen from the folder in which the training is started."
     found = [Setting("data.path", data.path, path, None)]
-    for item in (one for kind in (DataSource, FileReading) for one in dataclasses.fields(kind)):
-        value = getattr(data, item.name)
-        if item.default is not dataclasses.MISSING and value != item.default:
-            found.append(Setting(f"data.{item.name}", value, "", item.default))
+    usual_data = DataConfig(path=data.path, max_length=data.max_length)
+    for key in READING:
+        if (value := getattr(data, key)) != getattr(usual_data, key):
+            found.append(Setting(f"data.{key}", value, "", getattr(usual_data, key)))
     found.append(Setting("data.format", data.format, "", None))
     form, usual = data.form, type(data.form)()
     columns = {

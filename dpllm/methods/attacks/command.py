@@ -12,8 +12,7 @@ from dpllm import registry
 from dpllm.cli.auditing import CanariesFile, Model, Plain, Reference, RunFolder
 from dpllm.cli.common import AsJson, Overrides, one_line_errors, show, show_json, show_table
 from dpllm.config import RECIPE_FILE, ConfigError, load_recipe
-from dpllm.config.query_recipe import load_query_recipe
-from dpllm.config.recipe import read_raw
+from dpllm.config.recipe_file import load_query_recipe, read_raw
 from dpllm.methods.queries.command import query_command
 
 if TYPE_CHECKING:

@@ -8,12 +8,11 @@ bounds its change and sends it. Either a trusted server adds the noise of the ro
 
 from __future__ import annotations
 
-from dpllm.methods.federated.section import FederateConfig
 from dpllm.registry import Method
 
 METHOD = Method(
     name="federate",
-    section=FederateConfig,
+    section="dpllm.methods.federated.section:FederateConfig",
     beside_train=True,
     events=("dpllm.methods.federated.distributed:DistributedStep",),
     noises=("dpllm.methods.federated.distributed:DistributedNoise",),
