@@ -59,8 +59,8 @@ class Method:
     """Name of its section in a recipe, if it has one, and of its command below ``dpllm methods``."""
     command: str | None = None
     """Name of the command where it differs."""
-    section: type | None = None
-    """The dataclass of its section."""
+    section: str | None = None
+    """Place of the class of its section."""
     beside_train: bool = False
     """Whether the section stands in the recipe of a training run; otherwise it replaces ``train``."""
     holds_records_out: bool = False
@@ -170,12 +170,21 @@ def load(place: str) -> Any:
 
 def query_sections() -> dict[str, type]:
     """Return the sections that replace ``train``, by their names."""
-    return {one.name: one.section for one in methods() if one.section is not None and not one.beside_train}
+    return _sections(beside_train=False)
 
 
 def sections_beside_train() -> dict[str, type]:
     """Return the sections that stand in the recipe of a training run, by their names."""
-    return {one.name: one.section for one in methods() if one.section is not None and one.beside_train}
+    return _sections(beside_train=True)
+
+
+def _sections(beside_train: bool) -> dict[str, type]:
+    found: dict[str, type] = {}
+    for one in methods():
+        if one.section is not None and one.beside_train is beside_train:
+            with leave_out_broken(one.name):
+                found[one.name] = load(one.section)
+    return found
 
 
 def method(name: str) -> Method:

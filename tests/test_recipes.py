@@ -25,7 +25,7 @@ from transformers import (
 from dpllm.config import ConfigError, load_recipe
 from dpllm.config.extras import EXTRAS
 from dpllm.config.metrics import METRICS
-from dpllm.config.query_recipe import method_in
+from dpllm.config.recipe_file import method_in
 from dpllm.data.records import required_columns
 from dpllm.data.rows import train_tokenizer
 from dpllm.models.load import load_base_model, load_tokenizer

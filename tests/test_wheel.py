@@ -19,7 +19,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import dpllm
 from dpllm.config import load_recipe
-from dpllm.config.query_recipe import load_query_recipe, method_in
+from dpllm.config.recipe_file import load_query_recipe, method_in
 from dpllm.config.shipped import config_file, shipped_recipes, shipped_root
 assert dpllm.__file__.startswith(sys.argv[1]) and str(shipped_root()).startswith(sys.argv[1])
 for name in shipped_recipes():

@@ -42,7 +42,7 @@ from dpllm.audit.canaries import (
 from dpllm.audit.kinds import KINDS, RANDOM_TOKENS, RARE_SUFFIX, SAMPLED, Pair, distinct, random_tokens, rare_suffix
 from dpllm.audit.kinds import sampled as sampled_texts
 from dpllm.audit.power import power
-from dpllm.config import RECIPE_FILE, DataConfig, ModelConfig, Recipe, nearest, recipe_to_dict, save_recipe
+from dpllm.config import RECIPE_FILE, DataConfig, HeldOut, ModelConfig, Recipe, nearest, recipe_to_dict, save_recipe
 from dpllm.config.formats.record_format import Chat, Text
 from dpllm.config.recipe import refuse_trainer
 from dpllm.data.rows import load_records, load_train_and_eval, tokenization_info, tokenize_records, unit_index_of
@@ -389,7 +389,7 @@ def _recipe_for(recipe: Recipe, folder: Path, with_held_out: bool) -> Recipe:
         path=CANARIES_FILE,  # placeholder for a name that depends on everything else
         name=None,
         split="train",
-        eval=str(folder / HELD_OUT_FILE) if with_held_out else None,
+        eval=HeldOut(path=str(folder / HELD_OUT_FILE) if with_held_out else None),
         limit=None,
     )
     train = {name: value for name, value in recipe.train.items() if name != "resume_from_checkpoint"}

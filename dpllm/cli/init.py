@@ -7,7 +7,7 @@ import shlex
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -115,7 +115,7 @@ class _Given:
 
     path: str | None
     reading: Mapping[str, Any]
-    """How the records are read: keys of `DataSource` and `FileReading`."""
+    """How the records are read: keys of `READING`."""
     columns: Mapping[str, Any]
     form: str | None
     classes: Any
@@ -136,11 +136,11 @@ class _Given:
         Raises:
             ValueError: a key is none that init takes, a value is out of range, or two contradict each other.
         """
-        from dpllm.config.data_section import DataSource, FileReading
-        from dpllm.config.recipe import apply_override
+        from dpllm.config.data_section import READING
+        from dpllm.config.recipe_file import apply_override
 
-        reading = [one.name for kind in (DataSource, FileReading) for one in fields(kind)]
-        known = [*(f"data.{name}" for name in (*reading, "columns", "format", "class_names", "max_length", "eval"))]
+        others = ("path", "columns", "format", "class_names", "max_length", "eval")
+        known = [f"data.{name}" for name in (*READING, *others)]
         known += ["model", "model.name", "model.adapter", "model.start_is_independent", "model.num_labels"]
         known += ["privacy.epsilon", "privacy.max_rows_per_unit", "train.output_dir"]
         raw: dict[str, Any] = {}
@@ -162,7 +162,7 @@ class _Given:
         rank = adapter.get("r") if isinstance(adapter, dict) else None
         made = cls(
             path=records or data.get("path"),
-            reading={key: value for key, value in data.items() if key in reading and key not in ("path", "max_length")},
+            reading={key: value for key, value in data.items() if key in READING},
             columns=data.get("columns") or {},
             form=data.get("format"),
             classes=data.get("class_names", model.get("num_labels")),

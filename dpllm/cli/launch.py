@@ -16,15 +16,18 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from dpllm.config import ConfigError, Recipe, nearest
+from dpllm.config import ConfigError, nearest
 from dpllm.config.launched import EXIT_CODES, check_numbers, noted_exit_code, process_number
 from dpllm.config.shipped import config_file, shipped_configs
 from dpllm.config.values import integer
 from dpllm.config.yaml12 import read_yaml
+
+if TYPE_CHECKING:
+    from dpllm.config import Recipe
 
 _LAUNCHED = ("RANK", "LOCAL_RANK", "ACCELERATE_MIXED_PRECISION")
 _FREE = 0.9

@@ -11,11 +11,12 @@ import typer
 
 from dpllm import registry
 from dpllm.cli.common import AsJson, Overrides, RecipePath, command, show, show_table, wrapped
-from dpllm.config import ConfigError, Recipe, load_recipe
-from dpllm.config.query_recipe import method_in
+from dpllm.config import ConfigError, load_recipe
+from dpllm.config.recipe_file import method_in
 from dpllm.planning.learning_rate import computed_rate, rate_values, rate_words
 
 if TYPE_CHECKING:
+    from dpllm.config import Recipe
     from dpllm.privacy.noise_choice import Prediction
     from dpllm.privacy.plan import PrivacyPlan
     from dpllm.training.settings import Setting

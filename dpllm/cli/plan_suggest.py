@@ -13,10 +13,10 @@ import typer
 
 from dpllm.cli.common import AsJson, Overrides, RecipePath, command, show_json, show_table, wrapped
 from dpllm.cli.plan import training_recipe
-from dpllm.config import Recipe
 from dpllm.config.values import between, integer
 
 if TYPE_CHECKING:
+    from dpllm.config import Recipe
     from dpllm.planning.rehearsal import Rehearsal
     from dpllm.training.settings import Setting, Suggestion
     from dpllm.training.suggested_run import Suggested

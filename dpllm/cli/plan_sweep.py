@@ -11,10 +11,10 @@ import typer
 
 from dpllm.cli.common import AnyRecipe, AsJson, Overrides, command, show_json, show_table, wrapped
 from dpllm.cli.plan import plan_of, training_recipe
-from dpllm.config import Recipe
 from dpllm.config.values import integer
 
 if TYPE_CHECKING:
+    from dpllm.config import Recipe
     from dpllm.mechanism.parts import Noise
     from dpllm.mechanism.workload import Workload
     from dpllm.privacy.plan import PrivacyPlan

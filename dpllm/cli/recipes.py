@@ -12,7 +12,7 @@ import typer
 from dpllm import registry
 from dpllm.cli.common import AsJson, command, show_json, wrapped
 from dpllm.config import ConfigError, nearest
-from dpllm.config.query_recipe import method_in
+from dpllm.config.recipe_file import method_in
 from dpllm.config.shipped import FOLDERS, shipped_recipes, shipped_root
 from dpllm.config.yaml12 import read_yaml
 

@@ -6,11 +6,11 @@ holds public values only; nothing in it may be derived from the private data.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from dpllm.config import values
-from dpllm.config.topics import Topic
+from pydantic import BeforeValidator, Field
+
+from dpllm.config.sections import BASIC, Count, Number, OneOf, Text, Whole, Why, assign, section
 from dpllm.config.values import ConfigError
 from dpllm.mechanism.limits import (
     ADJACENCIES,
@@ -43,78 +43,50 @@ _NOT_POISSON = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class PrivacyNumbers(Topic):
-    """The numbers of the mechanism: C and b, the target ε or σ, and δ."""
-
-    clip_norm: float = CLIP_NORM
-    """C > 0: no unit contributes more than this to the sum of gradients of a step (L2 norm)."""
-    expected_batch_size: int | None = None
-    """b: average number of units (rows, with sampling="example") per step, over all machines. It divides the sum. None:
-    about a fortieth of the units, between 64 and 2048 (`dpllm.privacy.defaults.batch_and_steps`)."""
-    epsilon: float | None = None
-    """The ε that the whole run may cost. The noise multiplier is calibrated to it. If the noise multiplier is given
-    too, the run takes as many of its steps as the budget allows."""
-    noise_multiplier: float | None = None
-    """σ: noise standard deviation divided by `clip_norm`. 0 means no noise, and ε = inf."""
-    delta: float | None = None
-    """δ of (ε, δ), below 1/N for N units. None: 1/(10 N)."""
-
-    def __post_init__(self) -> None:
-        """Check the range of each number, and that one of them determines the noise."""
-        super().__post_init__()
-        self._set("clip_norm", values.between("clip_norm", self.clip_norm, 0, above=True))
-        values.between("clip_norm", self.clip_norm, MIN_CLIP_NORM, MAX_CLIP_NORM)
-        if self.expected_batch_size is not None:
-            self._set("expected_batch_size", values.integer("expected_batch_size", self.expected_batch_size, 1))
-        if self.epsilon is None and self.noise_multiplier is None:
-            raise ConfigError(
-                "give epsilon or noise_multiplier: epsilon=8 calibrates the noise to a budget, "
-                "noise_multiplier=1.0 sets the noise and reports its cost, both together stop the run at the budget"
-            )
-        if self.epsilon is not None:
-            self._set("epsilon", values.between("epsilon", self.epsilon, 0, above=True))
-            if self.epsilon > MAX_TARGET_EPSILON:
-                raise ConfigError(
-                    f"epsilon must be at most {MAX_TARGET_EPSILON:g}, got {values.shown(self.epsilon)}: a larger ε "
-                    "protects nobody. Take one below 10, or noise_multiplier=0 for a run without privacy"
-                )
-        if self.noise_multiplier is not None:
-            self._set("noise_multiplier", values.between("noise_multiplier", self.noise_multiplier, 0, MAX_NOISE))
-            if 0 < self.noise_multiplier < MIN_NOISE:
-                raise ConfigError(
-                    f"noise_multiplier must be 0 or at least {MIN_NOISE:g}, got {self.noise_multiplier:g}: less "
-                    "noise hides nothing, and its ε is infinite. Take about 1, or 0 for a run without privacy"
-                )
-        if self.delta is not None:
-            self._set("delta", values.number("delta", self.delta))
-            if not 0 < self.delta < 1:
-                raise ConfigError(f"delta must be between 0 and 1 and below 1/N, got {self.delta}; usual is 1/(10 N)")
+def _noise(sigma: Any) -> Any:
+    if isinstance(sigma, int | float) and not isinstance(sigma, bool) and 0 < sigma < MIN_NOISE:
+        raise ConfigError(
+            f"noise_multiplier must be 0 or at least {MIN_NOISE:g}, got {sigma:g}: less noise hides nothing, and its ε "
+            "is infinite. Take about 1, or 0 for a run without privacy"
+        )
+    return sigma
 
 
-@dataclass(frozen=True, kw_only=True)
-class PrivacyUnit(Topic):
+def _sampling(given: Any) -> Any:
+    if isinstance(given, str) and given in _NOT_POISSON:
+        raise ConfigError(
+            f"sampling={given!r} is not Poisson sampling, and the ε of Poisson sampling does not hold for it: if a run "
+            "is accounted at ε = 5.2, shuffled batches reveal 19.9 or more (bound as in Chua et al., arXiv:2403.17673)."
+            " Leave sampling out: every unit is then drawn independently in every step"
+        )
+    return given
+
+
+Epsilon = Annotated[Number, Field(gt=0, le=MAX_TARGET_EPSILON)]
+NO_SUCH_EPSILON = Why("a larger ε protects nobody. Take one below 10, or noise_multiplier=0 for a run without privacy")
+Delta = Annotated[Number, Field(gt=0, lt=1)]
+USUAL_DELTA = Why("δ is below 1/N for N units; usual is 1/(10 N)")
+
+
+@section
+class PrivacyUnit:
     """The protected unit, and the choice of its rows."""
 
-    unit: str | None = None
+    unit: Text | None = None
     """The column whose value identifies the unit that a neighbouring data set lacks: all records with one value are
     protected together. None: each record is a unit. In a recipe file it is ``data.columns.unit``."""
-    max_rows_per_unit: int | None = None
-    """k: how many rows of one unit may be used. None: `ROWS_PER_UNIT` where there is a column, and one record else."""
-    rows_kept: str = "first"
-    """Which k rows of a user with more: "first", or "random", by a secret draw. Fixed before the run."""
+    max_rows_per_unit: Annotated[Count | None, BASIC] = None
+    """k: how many rows of one unit may be used, where there is a column of units. null: 16 there."""
+    rows_kept: Annotated[str, OneOf(ROWS_KEPT)] = "first"
+    """Which k rows of a unit with more: first, or random, by a secret draw. Fixed before the run."""
     normalize_ids: bool = False
-    """Whether user ids that differ only in case, spaces, Unicode form or the spelling of a number are one user."""
+    """Whether ids of units that differ only in case, spaces, Unicode form or the spelling of a number are one. Without
+    it such ids are an error or an open point."""
 
     def __post_init__(self) -> None:
         """Check that keys for units of several rows have a column of the units."""
-        super().__post_init__()
         if self.unit is not None:
-            values.text("unit", self.unit)
-            most = ROWS_PER_UNIT if self.max_rows_per_unit is None else self.max_rows_per_unit
-            self._set("max_rows_per_unit", values.integer("max_rows_per_unit", most, 1))
-            values.choice("rows_kept", self.rows_kept, ROWS_KEPT)
-            values.flag("normalize_ids", self.normalize_ids)
+            assign(self, max_rows_per_unit=self.max_rows_per_unit or ROWS_PER_UNIT)
             return
         if self.normalize_ids:
             raise ConfigError(f"normalize_ids is about the ids of units, and {_NO_UNIT}")
@@ -129,135 +101,11 @@ class PrivacyUnit(Topic):
         return "sequence" if self.unit is None else "user"
 
 
-@dataclass(frozen=True, kw_only=True)
-class PrivacyMechanism(PrivacyUnit, PrivacyNumbers):
-    """The parts of a step: sampling, clipping and noise, and the largest batch."""
-
-    sampling: str = "unit"
-    """The items that Poisson sampling draws: "unit" draws and clips whole units; "example" draws and clips each row of
-    a user separately, and the accounting assumes that every user has k rows."""
-    clipping: Any = "flat"
-    """How a unit's contribution is bounded: "flat" scales it down to `clip_norm` if its norm is larger; the table in
-    `recipes/README.md` has all kinds (`dpllm recipes all --copy`). Options go into a mapping:
-    {kind: automatic, stability: 0.01}."""
-    noise: Any = "independent"
-    """How the noise of the steps is correlated (`docs/correlated_noise.md`): "independent" (DP-SGD); "banded", with the
-    noise of earlier steps, where the units are drawn from one of several groups in turn; or "blt", for units that
-    cannot be sampled: each pass visits every unit once, in one order. Options: {kind: blt, buffers: 2}, up to 4 or
-    auto; {kind: banded, bands: 8, strategy: geometric}. ``bands``: the number of groups, or auto, the best one at
-    `epsilon`. ``strategy``: geometric or free; its numbers are computed for the optimizer and the schedule of
-    the run, and the plan stores them. To fix them: ``ratio``, or ``coefficients``, a list."""
-    max_batch_size: int | None = None
-    """More units than this never enter one step. None: b + 7 sqrt(b), raised until it costs nothing in ε."""
-
-    def __post_init__(self) -> None:
-        """Check the sampling, construct clipping and noise once, and check B_max."""
-        super().__post_init__()
-        self._check_sampling()
-        self._check_parts()
-        if self.max_batch_size is not None:
-            self._set("max_batch_size", values.integer("max_batch_size", self.max_batch_size, 1))
-            if self.expected_batch_size is not None and self.max_batch_size < self.expected_batch_size:
-                raise ConfigError(
-                    f"max_batch_size={self.max_batch_size} is below expected_batch_size={self.expected_batch_size}: "
-                    "raise it, or leave it out (it is then chosen so that it costs nothing in ε)"
-                )
-
-    def _check_sampling(self) -> None:
-        if self.sampling in _NOT_POISSON:
-            raise ConfigError(
-                f"sampling={self.sampling!r} is not Poisson sampling, and the ε of Poisson sampling does not hold for "
-                "it: if a run is accounted at ε = 5.2, shuffled batches reveal 19.9 or more (bound as in Chua et al., "
-                "arXiv:2403.17673). Leave sampling out: every unit is then drawn independently in every step"
-            )
-        values.choice("sampling", self.sampling, SAMPLINGS)
-        if self.sampling == "example":
-            if self.max_rows_per_unit is not None and self.max_rows_per_unit > MAX_ROWS_DRAWN_PER_UNIT:
-                raise ConfigError(
-                    f'max_rows_per_unit must be at most {MAX_ROWS_DRAWN_PER_UNIT:,} with sampling="example", got '
-                    f"{self.max_rows_per_unit:,}: computing ε for more rows of one user takes too long. Lower it, or "
-                    "leave sampling out"
-                )
-            if self.unit is None:
-                raise ConfigError(f'sampling="example" draws rows of a unit singly, and {_NO_UNIT}')
-            if self.max_batch_size is not None:
-                raise ConfigError(
-                    'max_batch_size cannot be used with sampling="example": no accounting is known for a truncated '
-                    "sample of rows. Leave it out; a large draw only takes more microbatches"
-                )
-
-    def _check_parts(self) -> None:
-        """Construct clipping and noise once, so that a wrong option is found now."""
-        from dpllm.mechanism.catalogue import clipping_of, noise_of  # the command line's help does not wait for it
-
-        for name, made in (("clipping", lambda spec: clipping_of(spec, self.clip_norm)), ("noise", noise_of)):
-            try:
-                spec = Spec.of(getattr(self, name))
-                made(spec)
-            except ValueError as error:
-                words = str(error)
-                raise ConfigError(words if words.startswith(name) else f"{name}: {words}") from error
-            self._set(name, spec.to_plain())
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrivacyCost(Topic):
-    """The stated ε, its limit, and the budget that is charged."""
-
-    adjacency: str = "zero-out"
-    """Adjacency of the headline ε: "zero-out" (a unit against nothing) or "replace-one" (a unit against another)."""
-    stop: str = "planned"
-    """The ε stated by a run that ends before its planned steps: "planned", the ε of all of them, or "independent", the
-    ε of the steps taken. The latter holds only if the stop depends neither on the data nor on the run's releases."""
-    on_budget: str = "stop"
-    """When the requested steps would cost more than `epsilon`: "stop" before the step that would exceed it, or
-    "error" before the first step."""
-    dataset: str | None = None
-    """Public name of the private data set; the costs of runs on it are added up. Required with `budget_file`."""
-    budget_file: str | None = None
-    """The file with the privacy budget of all runs on this data set (`dpllm budget`); it is charged beforehand."""
-
-    def __post_init__(self) -> None:
-        """Check every value, and that a budget names its data set."""
-        super().__post_init__()
-        values.choice("adjacency", self.adjacency, ADJACENCIES)
-        values.choice("on_budget", self.on_budget, ON_BUDGET)
-        values.choice("stop", self.stop, STOPS)
-        for name in ("dataset", "budget_file"):
-            if getattr(self, name) is not None:
-                values.text(name, getattr(self, name))
-        if self.budget_file is not None and self.dataset is None:
-            raise ConfigError(
-                "budget_file needs dataset: set it to the name of the data set that the file was made for, so that no "
-                "run is charged to the budget of other data"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrivacyGradients(Topic):
-    """How the gradients of units are computed; no number of the guarantee depends on it."""
-
-    gradients: str = "ghost"
-    """"ghost" computes norms and the clipped sum of all units of a microbatch in one backward pass, by a rule for each
-    layer. "per_unit" runs one unit after another by plain autograd: slower, and exact for every structure. "auto" takes
-    the first where every part of the model has a rule, otherwise the second, and logs the part and the cost."""
-    unused_parameters: str = "error"
-    """Trainable parameters that no loss reaches: "error", or "freeze", which freezes them before the first step and
-    names them in the report. Which ones is decided on rows that are made up."""
-
-    def __post_init__(self) -> None:
-        """Check the words."""
-        super().__post_init__()
-        values.choice("gradients", self.gradients, GRADIENTS)
-        values.choice("unused_parameters", self.unused_parameters, UNUSED_PARAMETERS)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrivacyConfig(PrivacyGradients, PrivacyCost, PrivacyMechanism):
+@section
+class PrivacyConfig(PrivacyUnit):
     """The privacy guarantee, and the public constants of the mechanism that provides it.
 
-    Its keywords are those of `PrivacyNumbers`, `PrivacyUnit`, `PrivacyMechanism`, `PrivacyCost` and `PrivacyGradients`,
-    and these three.
+    Its keywords are those of `PrivacyUnit` and these.
 
     Raises:
         ConfigError: a value is of the wrong kind or out of range, or two values contradict each other.
@@ -266,54 +114,139 @@ class PrivacyConfig(PrivacyGradients, PrivacyCost, PrivacyMechanism):
     8.0
     """
 
-    randomness: str = "os"
-    """The generator of the noise, keyed by the operating system: "os" (NumPy's PCG64DXSM, on a GPU PyTorch's Philox),
-    "chacha20" (a cipher: to tell its bits from random ones, it would have to be broken), or "discrete": exact discrete
-    Gaussian numbers from that cipher, added to the sum rounded to a grid. Nothing of the noise is rounded then, and ε
-    is larger (`dpllm.mechanism.discrete`)."""
+    expected_batch_size: Annotated[Count | None, BASIC] = None
+    """b: average number of units (rows, with sampling=example) per step, over all machines. It divides the sum. null:
+    about a fortieth of the units, between 64 and 2048."""
+    epsilon: Annotated[Epsilon | None, NO_SUCH_EPSILON, BASIC] = None
+    """The ε that the whole run may cost; the noise is calibrated to it. If the noise multiplier is given too, the run
+    takes as many of its steps as the budget allows."""
+    delta: Annotated[Delta | None, USUAL_DELTA, BASIC] = None
+    """δ of (ε, δ), below 1/N for N units. null: 1/(10 N)."""
+    noise_multiplier: Annotated[Annotated[Number, Field(ge=0, le=MAX_NOISE)] | None, BeforeValidator(_noise), BASIC] = (
+        None
+    )
+    """σ: noise standard deviation divided by clip_norm. 0 means no noise, and ε = inf."""
+    clip_norm: Annotated[Number, Field(ge=MIN_CLIP_NORM, le=MAX_CLIP_NORM), BASIC] = CLIP_NORM
+    """C: no unit contributes more than this to the sum of gradients of a step (L2 norm)."""
+    clipping: Any = "flat"
+    """How a unit's contribution is bounded: flat scales it down to clip_norm if its norm is larger; per-layer (each of
+    G layers to C/√G); {kind: groups, parameters: {embeddings: '*embed*', rest: '*'}, shares: {embeddings: 1, rest: 3}}
+    (groups by names of parameters, each to its share of C²); {kind: automatic, stability: 0.01} (AUTO-S); {kind: psac,
+    stability: 0.01} (DP-PSAC); {kind: quantile, quantile: 0.5, rate: 0.2, start: 1.0, count_noise: 25} (to a threshold
+    that follows a quantile of the norms by noisy counts, then scaled by C over the threshold)."""
+    noise: Annotated[Any, BASIC] = "independent"
+    """How the noise of the steps is correlated (docs/correlated_noise.md): independent (DP-SGD); banded, where the
+    units are drawn from one of several groups in turn, {kind: banded, bands: auto or k, strategy: geometric or free};
+    or blt, for units that cannot be sampled, {kind: blt, buffers: auto or 1 to 4}. To fix a strategy: ratio or
+    coefficients; decays, weights and scale. In a federated run {kind: distributed, dropouts: 0.3}."""
+    sampling: Annotated[str, OneOf(SAMPLINGS), BeforeValidator(_sampling)] = "unit"
+    """The items that Poisson sampling draws: unit draws and clips whole units; example draws and clips each row of a
+    unit separately, and the accounting assumes that every unit has k rows."""
+    max_batch_size: Count | None = None
+    """B_max: more units than this never enter one step. null: b + 7 sqrt(b), raised until it costs nothing in ε."""
+    adjacency: Annotated[str, OneOf(ADJACENCIES), BASIC] = "zero-out"
+    """Adjacency of the headline ε: zero-out (a unit against nothing) or replace-one (a unit against another)."""
+    stop: Annotated[str, OneOf(STOPS)] = "planned"
+    """The ε stated by a run that ends before its planned steps: planned, the ε of all of them, or independent, the ε
+    of the steps taken. The latter holds only if the stop depends neither on the data nor on the run's releases."""
+    on_budget: Annotated[str, OneOf(ON_BUDGET)] = "stop"
+    """When the requested steps would cost more than epsilon: stop before the step that would exceed it, or error before
+    the first step."""
+    dataset: Annotated[Text | None, BASIC] = None
+    """Public name of the private data set; the costs of runs on it are added up. Required with budget_file."""
+    budget_file: Annotated[Text | None, BASIC] = None
+    """The file with the privacy budget of all runs on this data set (dpllm budget); it is charged beforehand."""
+    gradients: Annotated[str, OneOf(GRADIENTS)] = "ghost"
+    """How the gradients of units are computed: ghost, all units of a microbatch in one backward pass, by a rule for
+    each layer; per_unit, one unit at a time by plain autograd: slower, and exact for every structure; auto, the first
+    where every part of the model has a rule, otherwise the second, with a line in the log. ε does not depend on it."""
+    unused_parameters: Annotated[str, OneOf(UNUSED_PARAMETERS)] = "error"
+    """Trainable parameters that no loss reaches: error, or freeze, which freezes them before the first step and lists
+    them in the report. Which ones is decided on rows that are made up."""
+    randomness: Annotated[str, OneOf(RANDOMNESS)] = "os"
+    """The generator of the noise, keyed by the operating system: os (NumPy's PCG64DXSM, on a GPU PyTorch's Philox),
+    chacha20 (a cipher; the noise is drawn on the CPU), or discrete: exact discrete Gaussian numbers from that cipher,
+    added to the sum rounded to a grid. Nothing of the noise is rounded then, and ε is larger."""
     selection: Any = None
-    """The number of runs of which only the best is released, `{kind: logarithmic, mean: 10}`: ε is then that of the
-    selection. `dpllm methods tune` sets it; a run with it may be released by `dpllm methods tune` only."""
-    seed: int | None = None
-    """Fixes sampling and noise. For tests only: anyone with the seed can subtract the noise, so nothing is private."""
+    """The number of runs of which only the best is released, {kind: logarithmic, mean: 10}: ε is then that of the
+    selection. dpllm methods tune sets it; a run with it may be released by dpllm methods tune only."""
+    seed: Annotated[Whole, Field(ge=0)] | None = None
+    """For tests: fixes sampling and noise. Anyone with the seed can subtract the noise, so nothing is private."""
 
     def __post_init__(self) -> None:
-        """Check every value and convert whole numbers where floats are meant."""
+        """Check what belongs together, and construct clipping, noise and selection once."""
         super().__post_init__()
-        values.choice("randomness", self.randomness, RANDOMNESS)
+        if self.epsilon is None and self.noise_multiplier is None:
+            raise ConfigError(
+                "give epsilon or noise_multiplier: epsilon=8 calibrates the noise to a budget, noise_multiplier=1.0 "
+                "sets the noise and reports its cost, both together stop the run at the budget"
+            )
+        if self.sampling == "example":
+            self._check_drawn_rows()
+        if self.max_batch_size is not None and self.max_batch_size < (self.expected_batch_size or 1):
+            raise ConfigError(
+                f"max_batch_size={self.max_batch_size} is below expected_batch_size={self.expected_batch_size}: raise "
+                "it, or leave it out (it is then chosen so that it costs nothing in ε)"
+            )
+        require_dataset(self.dataset, self.budget_file)
+        from dpllm.mechanism.catalogue import clipping_of, noise_of  # the command line's help does not wait for it
+
+        self._check_part("clipping", lambda spec: clipping_of(spec, self.clip_norm))
+        self._check_part("noise", noise_of)
         if self.selection is not None:
-            self._set("selection", checked_selection(self))
-        if self.seed is not None:
-            self._set("seed", values.integer("seed", self.seed, 0))
+            from dpllm.mechanism.selection import Selection
+
+            self._check_part("selection", Selection.of)
+            self._check_selection()
+
+    def _check_drawn_rows(self) -> None:
+        if self.unit is None:
+            raise ConfigError(f"sampling=example draws rows of a unit singly, and {_NO_UNIT}")
+        if self.max_rows_per_unit is not None and self.max_rows_per_unit > MAX_ROWS_DRAWN_PER_UNIT:
+            raise ConfigError(
+                f"max_rows_per_unit must be at most {MAX_ROWS_DRAWN_PER_UNIT:,} with sampling=example, got "
+                f"{self.max_rows_per_unit:,}: computing ε for more rows of one unit takes too long. Lower it, or leave "
+                "sampling out"
+            )
+        if self.max_batch_size is not None:
+            raise ConfigError(
+                "max_batch_size cannot be used with sampling=example: no accounting is known for a truncated sample of "
+                "rows. Leave it out; a large draw only takes more microbatches"
+            )
+
+    def _check_part(self, name: str, made: Any) -> None:
+        """Construct a part once, so that a wrong option is found now, and store its description."""
+        try:
+            spec = Spec.of(getattr(self, name))
+            made(spec)
+        except ValueError as error:
+            words = str(error)
+            raise ConfigError(words if words.startswith(name) else f"{name}: {words}") from error
+        assign(self, **{name: spec.to_plain()})
+
+    def _check_selection(self) -> None:
+        """Raise if no selection of such runs is accounted for."""
+        wrong = {
+            "seed: the fixed seed makes every run the same": self.seed is not None,
+            "sampling=example: no Rényi bound is known for rows of a unit that are drawn singly": (
+                self.sampling == "example" and self.max_rows_per_unit != 1
+            ),
+            "max_batch_size: no Rényi bound is known for truncated samples": self.max_batch_size is not None,
+            "stop=independent: the ε of a selection is that of complete runs": self.stop != "planned",
+            "both epsilon and noise_multiplier: the selection has one σ, from one of them": (
+                self.epsilon is not None and self.noise_multiplier is not None
+            ),
+            "budget_file: `dpllm methods tune` charges it, and not each of the runs": self.budget_file is not None,
+        }
+        for what, holds in wrong.items():
+            if holds:
+                raise ConfigError(f"selection cannot be combined with {what}. Leave it out")
 
 
-def checked_selection(privacy: PrivacyConfig) -> Any:
-    """Return the selection as plain values.
-
-    Raises:
-        ConfigError: it is not one, or no selection of such runs is accounted for.
-    """
-    from dpllm.mechanism.selection import Selection
-
-    try:
-        spec = Spec.of(privacy.selection)
-        Selection.of(spec)
-    except ValueError as error:
-        words = str(error)
-        raise ConfigError(words if words.startswith("selection") else f"selection: {words}") from error
-    wrong = {
-        "seed: the fixed seed makes every run the same": privacy.seed is not None,
-        "sampling=example: no Rényi bound is known for rows of a unit that are drawn singly": (
-            privacy.sampling == "example" and privacy.max_rows_per_unit != 1
-        ),
-        "max_batch_size: no Rényi bound is known for truncated samples": privacy.max_batch_size is not None,
-        "stop=independent: the ε of a selection is that of complete runs": privacy.stop != "planned",
-        "both epsilon and noise_multiplier: the selection has one σ, from one of them": (
-            privacy.epsilon is not None and privacy.noise_multiplier is not None
-        ),
-        "budget_file: `dpllm methods tune` charges it, and not each of the runs": privacy.budget_file is not None,
-    }
-    for what, holds in wrong.items():
-        if holds:
-            raise ConfigError(f"selection cannot be combined with {what}. Leave it out")
-    return spec.to_plain()
+def require_dataset(dataset: str | None, budget_file: str | None) -> None:
+    """Raise unless a budget comes with the name of its data set."""
+    if budget_file is not None and dataset is None:
+        raise ConfigError(
+            "budget_file needs dataset: set it to the name of the data set that the file was made for, so that no run "
+            "is charged to the budget of other data"
+        )

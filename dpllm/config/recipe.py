@@ -1,246 +1,234 @@
-"""The configuration of a run: strict dataclasses, and the YAML recipe they are read from.
+"""A training run: the sections of its recipe.
 
-Place in the flow: first. A recipe names the model, the data and the privacy guarantee. It does not describe hardware,
-so the guarantee cannot depend on the machine. Every value is checked when the object is made, whether it came from YAML
-or from Python. An unknown key is an error: a misspelt `noise_multiplier` must never be ignored.
-
-`PrivacyConfig` holds public values only; nothing in it may be derived from the private data.
+A recipe names the model, the data and the privacy guarantee. It does not describe hardware, so the guarantee cannot
+depend on the machine. `dpllm.config.recipe_file` reads and writes the files.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import difflib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, TypeVar
+import re
+from typing import Annotated, Any, TypeVar
 
-from dpllm import registry
-from dpllm.config import values
-from dpllm.config.data_section import UNIT, DataConfig
-from dpllm.config.files import write_file
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from dpllm.config.data_section import DataConfig
 from dpllm.config.formats.catalogue import FORMATS
 from dpllm.config.hub import is_language
 from dpllm.config.metrics import check_fit
-from dpllm.config.model_values import HEADS, check_adapter, check_model_config
 from dpllm.config.privacy_section import PrivacyConfig, PrivacyUnit
 from dpllm.config.quantization import check_quantization
-from dpllm.config.shipped import recipe_file, shipped_recipes
+from dpllm.config.recipe_file import UNIT
+from dpllm.config.sections import BASIC, Count, Names, OneOf, Text, Whole, assign, section
 from dpllm.config.tasks import TASKS
 from dpllm.config.train_values import check_train, refuse_own, with_schedule
-from dpllm.config.values import ConfigError as ConfigError
-from dpllm.config.values import nearest as nearest
-from dpllm.config.yaml12 import read_yaml, write_yaml
+from dpllm.config.values import ConfigError, between
 from dpllm.mechanism.limits import NOISE_MEMORIES
 
 DTYPES = ("float32", "bfloat16", "auto")
 COMPILE = ("none", "blocks")
-
-RECIPE_FILE = "recipe.yaml"
-"""The recipe of a run, in its folder."""
+HEADS = ("auto", "whole", "chunks")
+"""Values of ``model.head``."""
 PRETRAINED_FOLDER = "public_pretrain"
 """Folder, inside the run's folder, of the starting model of the private training, if the recipe made that model."""
 
-_Section = TypeVar("_Section")
+
+_SIZES = re.compile(
+    r"(?!type_vocab_size).*_size|d_(model|ff|kv)|dim|hidden_dim|n_\w+|num_\w*(layers|heads|labels)|max_position\w+"
+)
+
+_SHARES = re.compile(r"(?:.*_)?(?:dropout|pdrop|dropout_prob|dropout_rate|layerdrop)")
 
 
-@dataclass(frozen=True, kw_only=True)
+def _config(config: dict[str, Any]) -> dict[str, Any]:
+    """Check the numbers that transformers does not: sizes and shares; it checks the kinds when the model is made."""
+    if not isinstance(config.get("model_type"), str) or not config["model_type"]:
+        raise ValueError("must be a mapping with model_type, such as {model_type: llama, hidden_size: 128}")
+    for key, value in config.items():
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            size, share = _SIZES.fullmatch(key) is not None, _SHARES.fullmatch(key) is not None
+            between(f"config.{key}", value, 1 if size else 0 if share else None, 1 if share else None, below=share)
+    return config
+
+
+@section
 class ModelConfig:
     """The model: a pretrained one by `name`, or a fresh one from `config`."""
 
-    name: str | None = None
-    """Hub id or folder of a pretrained model. Give this or `config`."""
-    config: dict[str, Any] | None = None
-    """A transformers configuration with `model_type`; the weights are initialised at random."""
-    task: str = "causal_lm"
-    """One of `TASKS`."""
-    tokenizer: str | None = None
-    """Hub id or folder of the tokenizer. None: the model's own."""
-    tokenizer_vocab_size: int | None = None
+    name: Annotated[Text | None, BASIC] = None
+    """Hub id or folder of a pretrained model. Give this or config; `model: NAME` is short for it."""
+    config: Annotated[Names, AfterValidator(_config)] | None = None
+    """A transformers configuration with model_type; the weights are initialised at random."""
+    task: Annotated[str, OneOf(tuple(TASKS)), BASIC] = "causal_lm"
+    """What the model is trained for."""
+    tokenizer: Text | None = None
+    """Hub id or folder of the tokenizer. null: the model's own."""
+    tokenizer_vocab_size: Annotated[Whole, Field(ge=260)] | None = None
     """Train a byte-level BPE tokenizer of this size on the public text (a vocabulary reveals the words of its text)."""
-    dtype: str = "float32"
-    """"float32", "bfloat16", or "auto" (as the weights were saved)."""
-    adapter: dict[str, Any] | None = None
-    """Arguments of `peft.LoraConfig`. None: full fine-tuning."""
-    quantization: str | dict[str, Any] | None = None
-    """Stored form of the frozen matrices under an adapter (QLoRA): "nf4", "fp4" or "int8", or a mapping with `kind`
-    and its options (`dpllm.config.quantization`). None: as `dtype` says, or as the weights were quantised before."""
-    compile: str = "none"
-    """"blocks": torch.compile for the model's blocks, as full graphs, after the checks of the first step."""
+    dtype: Annotated[str, OneOf(DTYPES), BASIC] = "float32"
+    """float32, bfloat16, or auto (as the weights were saved)."""
+    adapter: Annotated[Names | None, BASIC] = None
+    """Arguments of peft.LoraConfig, such as {r: 16, target_modules: all-linear}. null: full fine-tuning."""
+    quantization: Annotated[Any, BASIC] = None
+    """Stored form of the frozen matrices under an adapter (QLoRA), by bitsandbytes: nf4, fp4, int8, or a mapping such
+    as {kind: nf4, double: false}. One process or DDP. null: as dtype says, or as the weights were quantised before; if
+    their method is usually calibrated with texts (GPTQ, AWQ), the report asks where these came from."""
+    compile: Annotated[str, OneOf(COMPILE)] = "none"
+    """blocks: the model's layers run as graphs of torch.compile, made after the checks of the first step; head and loss
+    stay eager, and so do layers that a graph cannot hold, which the log of step 1 lists with the reason."""
     tie_word_embeddings: bool | None = None
-    """Whether the head shares the input embedding. None: as the model comes; False: the head becomes a copy."""
-    freeze: list[str] = field(default_factory=list)
+    """Whether the head shares the input embedding. null: as the model comes; false: the head becomes a copy."""
+    freeze: list[str] = Field(default_factory=list)
     """Patterns of parameter names that are not trained, such as "transformer.wte.*"."""
-    head: str = "auto"
-    """How a causal language model computes its losses. "auto": a head that is not trained (LoRA) in chunks, without
-    all logits, at no cost; a trained one too under activation checkpointing, where the logits take more than what is
-    kept of the blocks. "chunks": also a trained head, whose logits are then computed twice. "whole": from all logits.
-    It has no influence on the guarantee."""
+    head: Annotated[str, OneOf(HEADS)] = "auto"
+    """How a causal language model computes its losses. auto: a head that is not trained (LoRA) in chunks, without all
+    logits, at no cost; a trained one too under activation checkpointing, where the logits take more than what is kept
+    of the blocks. chunks: also a trained head, whose logits are then computed twice. whole: from all logits."""
     start_is_independent: bool = False
-    """Declares that starting weights and adapters hold nothing of the private records, where this is in doubt."""
+    """Declares that starting weights and adapters hold nothing of the private records, where this is in doubt; the
+    report has an open point that says so."""
     trust_remote_code: bool = False
-    """Runs the code in the folder of the model or the tokenizer (`auto_map` in config.json), which you have read."""
-    num_labels: int | None = None
-    """Number of classes of a classifier, or of values of a regression (None: 1). None: the number of the data set's
-    public label names."""
+    """Runs the code in the folder of the model or the tokenizer (auto_map in config.json), which you have read; the
+    report has an open point that names it."""
+    num_labels: Annotated[Count | None, BASIC] = None
+    """Number of classes of a classifier, or of values of a regression (null: 1). null: that of data.class_names, or of
+    the public label names of a Hub data set."""
 
     def __post_init__(self) -> None:
-        """Check every value."""
-        values.flag("start_is_independent", self.start_is_independent)
-        values.choice("head", self.head, HEADS)
-        values.flag("trust_remote_code", self.trust_remote_code)
+        """Check what belongs together."""
         if (self.name is None) == (self.config is None):
             given = "neither" if self.name is None else "both"
             raise ConfigError(
                 f"give exactly one of name (a pretrained model) and config (trained from scratch), got {given}"
             )
-        if self.name is not None:
-            values.text("name", self.name)
-        if self.config is not None:
-            check_model_config("config", self.config)
-        values.choice("task", self.task, tuple(TASKS))
-        values.choice("dtype", self.dtype, DTYPES)
-        values.choice("compile", self.compile, COMPILE)
-        if self.tokenizer is not None:
-            values.text("tokenizer", self.tokenizer)
-            if self.tokenizer_vocab_size is not None:
-                raise ConfigError(
-                    "give tokenizer (load one) or tokenizer_vocab_size (train one on public text), not both"
-                )
-        if self.tokenizer_vocab_size is not None:
-            values.integer("tokenizer_vocab_size", self.tokenizer_vocab_size, 260)
-        if self.adapter is not None:
-            check_adapter("adapter", self.adapter)
+        if self.tokenizer is not None and self.tokenizer_vocab_size is not None:
+            raise ConfigError("give tokenizer (load one) or tokenizer_vocab_size (train one on public text), not both")
         check_quantization(self.quantization, has_adapter=self.adapter is not None)
-        if self.tie_word_embeddings is not None:
-            values.flag("tie_word_embeddings", self.tie_word_embeddings)
-        if not isinstance(self.freeze, list) or not all(isinstance(pattern, str) for pattern in self.freeze):
-            raise ConfigError(f"freeze must be a list of name patterns, got {self.freeze!r}")
-        if self.num_labels is not None:
-            values.integer("num_labels", self.num_labels, 1 if self.task == "regression" else 2)
+        if self.num_labels == 1 and self.task != "regression":
+            raise ConfigError("num_labels must be at least 2, got 1: only a regression has one value")
 
 
-@dataclass(frozen=True, kw_only=True)
+def _train(given: Any) -> Any:
+    check_train("train", given)
+    return dict(given)
+
+
+def _public_train(given: Any) -> Any:
+    check_train("train", given)
+    refuse_own("train", given)
+    return dict(given)
+
+
+@section
 class PublicPretrainConfig:
     """Ordinary training on public text before the private phase; the report names the text as public."""
 
     data: DataConfig
-    """Text that anyone may know."""
-    train: dict[str, Any] = field(default_factory=dict)
-    """Names of `TrainingArguments`."""
-    max_shared_records: int = 0
+    """The public text, with the keys of data."""
+    train: Annotated[Any, BeforeValidator(_public_train)] = Field(default_factory=dict)
+    """Like the section train, for the public training."""
+    max_shared_records: Annotated[Whole, Field(ge=0)] = 0
     """Number of private records that may occur in the public text and are declared public; the report lists it as an
     open point."""
 
     def __post_init__(self) -> None:
-        """Check the section."""
-        check_train("train", self.train)
-        refuse_own("train", self.train)
-        values.integer("max_shared_records", self.max_shared_records, 0)
+        """Check that no unit of public text is protected."""
         if UNIT in self.data.columns:
             raise ConfigError("data.columns.unit names protected units, and public text has none: leave it out")
 
 
-@dataclass(frozen=True, kw_only=True)
+def _language(given: Any) -> Any:
+    for code in given if isinstance(given, list) else [given]:
+        if code is not None and not (isinstance(code, str) and is_language(code)):
+            raise ValueError("must be a code such as en, de or pt-BR, or a list of them")
+    return given
+
+
+@section
 class ReleaseConfig:
     """Facts about a release that only people know, for the privacy report and the model card.
 
     The report has an open point for each of the first three that is left out.
     """
 
-    data_holder: str | None = None
+    data_holder: Annotated[Text | None, BASIC] = None
     """Who holds the raw data."""
-    audience: str | None = None
+    audience: Annotated[Text | None, BASIC] = None
     """Who will see the released model."""
-    other_uses: str | None = None
+    other_uses: Annotated[Text | None, BASIC] = None
     """Other uses of the same data: tuning runs, earlier models, model selection; "none" where there were none."""
-    preprocessing: str | None = None
+    preprocessing: Text | None = None
     """Numbers, names or settings that were computed from these records before the run, such as names of classes, class
     weights or the scale of targets, and what was public; "none" where there were none. The report asks where the run
     has a place for them."""
-    trained_by: str | None = None
+    trained_by: Text | None = None
     """Who trained the model and answers for it."""
-    base_model: str | None = None
-    """Name of the model that was fine-tuned, such as its Hub id, where ``model.name`` is a folder."""
-    license: str | None = None
+    base_model: Text | None = None
+    """Name of the model that was fine-tuned, such as its Hub id, where model.name is a folder."""
+    license: Text | None = None
     """License of the released model: the Hub's identifier, such as apache-2.0, or another name."""
-    language: str | list[str] | None = None
+    language: Annotated[Any, BeforeValidator(_language)] = None
     """Languages of the model: ISO codes such as en, or [en, de]."""
 
-    def __post_init__(self) -> None:
-        """Check the texts."""
-        for item in dataclasses.fields(self):
-            value = getattr(self, item.name)
-            if item.name != "language" and value is not None:
-                values.text(item.name, value)
-        for code in [self.language] if not isinstance(self.language, list) else self.language:
-            if code is not None and not (isinstance(code, str) and is_language(code)):
-                raise ConfigError(f"language must be a code such as en, de or pt-BR, or a list of them, got {code!r}")
+
+def _tokens(given: Any) -> Any:
+    if given not in (None, "auto") and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
+        raise ValueError('must be a whole number of at least 1, or "auto"')
+    return given
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class Microbatch:
     """The rows that go through the model at once; it has no influence on the guarantee."""
 
-    tokens: int | str | None = None
-    """Tokens of a microbatch, padding included. It replaces the number of rows,
-    ``train.per_device_train_batch_size``: rows of similar length share a microbatch, so that a microbatch of short
-    rows has many. "auto": the largest number that fits on the GPU, found by trial before the first step (one process
-    per GPU and DDP; 2048 on a CPU)."""
+    tokens: Annotated[Any, BeforeValidator(_tokens), BASIC] = None
+    """Tokens of a microbatch, padding included. It replaces the number of rows, train.per_device_train_batch_size: rows
+    of similar length share a microbatch, so that a microbatch of short rows has many. auto: the largest number that
+    fits on the GPU, found by trial before the first step (one process per GPU and DDP; 2048 on a CPU)."""
     pack: bool = False
-    """Whether the rows of a microbatch are concatenated without padding; `tokens` then counts only the rows' own
-    tokens. For causal language models."""
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        if isinstance(self.tokens, str) and self.tokens != "auto":
-            raise ConfigError(f'tokens must be a whole number or "auto", got {self.tokens!r}')
-        if self.tokens is not None and self.tokens != "auto":
-            values.integer("tokens", self.tokens, 1)
-        values.flag("pack", self.pack)
+    """Whether the rows of a microbatch are concatenated without padding; tokens then counts only the rows' own tokens.
+    For causal language models."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class Recipe:
     """One run: the sections of a recipe file."""
 
-    model: ModelConfig
-    data: DataConfig
-    privacy: PrivacyConfig
-    train: dict[str, Any] = field(default_factory=dict)
-    """Names and values of `TrainingArguments`; names are checked where they are used. And ``average``: the average of
-    the weights that is released (`dpllm.mechanism.averages`), such as ``{kind: ema, decay: 0.95}``. Without
-    ``lr_scheduler_type`` the learning rate is constant after a warm-up of 10 % of the steps. ``optim_args`` of AdamW
-    may be ``second_moment=corrected`` or ``low_passed`` (`dpllm.training.corrected_adamw`). And ``trainer``: "sft" or
-    "dpo" takes the names of TRL's ``SFTConfig`` or ``DPOConfig`` too (`dpllm.DPSFTTrainer`, `dpllm.DPDPOTrainer`)."""
+    model: Annotated[ModelConfig, BASIC]
+    """Section: the model."""
+    data: Annotated[DataConfig, BASIC]
+    """Section: the records."""
+    privacy: Annotated[PrivacyConfig, BASIC]
+    """Section: the guarantee."""
+    train: Annotated[Any, BeforeValidator(_train), BASIC] = Field(default_factory=dict)
+    """Section: names of transformers.TrainingArguments, and average: the average of the weights that is released, such
+    as {kind: ema, decay: 0.95}. Without lr_scheduler_type the learning rate is constant after a warm-up of 10 % of the
+    steps. optim_args of AdamW may be second_moment=corrected or low_passed. trainer: sft or dpo takes the names of
+    TRL's SFTConfig or DPOConfig too."""
     public_pretrain: PublicPretrainConfig | None = None
-    release: ReleaseConfig = field(default_factory=ReleaseConfig)
-    microbatch: Microbatch = field(default_factory=Microbatch)
-    """The rows that go through the model at once. It has no influence on the guarantee."""
-    beside: Mapping[str, Any] = field(default_factory=dict)
+    """Section: ordinary training on public text first."""
+    release: ReleaseConfig = Field(default_factory=ReleaseConfig)
+    """Section: facts for the report that only people know."""
+    microbatch: Microbatch = Field(default_factory=Microbatch)
+    """Section: the rows that go through the model at once."""
+    beside: dict[str, Any] = Field(default_factory=dict)
     """Sections of methods that stand beside ``train``, by name (`dpllm.registry`); each is a key of the file.
     ``federate`` is that of a federated run (`dpllm methods federated`): ``train`` then has the rounds as ``max_steps``
     and the server's ``learning_rate``."""
-    noise_memory: str = "auto"
-    """For correlated noise: "stored" keeps the noise of earlier steps, "regenerated" draws it again in each step, and
-    "auto" stores as much as fits a quarter of the device's memory. It changes no number."""
+    noise_memory: Annotated[str, OneOf(NOISE_MEMORIES)] = "auto"
+    """For correlated noise: stored keeps the noise of earlier steps, regenerated draws it again in each step (no
+    memory, more time), auto stores as much as fits a quarter of the device's memory. It changes no number."""
 
     def __post_init__(self) -> None:
-        """Check the section without a dataclass, and the combinations of two sections."""
-        check_train("train", self.train)
+        """Check the combinations of two sections."""
         check_fit(self.data, self.model.task)
-        object.__setattr__(self, "train", with_schedule(self.train))
-        values.choice("noise_memory", self.noise_memory, NOISE_MEMORIES)
+        privacy, data = one_unit(self.privacy, self.data)
+        assign(self, train=with_schedule(self.train), privacy=privacy, data=data)
         if self.microbatch.pack and self.model.task != "causal_lm":
             raise ConfigError(
                 f'microbatch.pack concatenates rows, which model.task="{self.model.task}" does not support: it is for '
                 "causal language models. Leave microbatch.pack out"
             )
-        privacy, data = one_unit(self.privacy, self.data)
-        object.__setattr__(self, "privacy", privacy)
-        object.__setattr__(self, "data", data)
         if self.model.quantization is not None and self.model.name is None and self.public_pretrain is None:
             raise ConfigError(
                 "model.quantization freezes the weights, and those of model.config are random: name a pretrained model "
@@ -274,6 +262,19 @@ class Recipe:
                 "microbatch.pack concatenates rows, and a row of train.trainer=dpo has two sequences: leave it out"
             )
 
+
+NESTED: dict[type, dict[str, type]] = {
+    Recipe: {
+        "model": ModelConfig,
+        "data": DataConfig,
+        "privacy": PrivacyConfig,
+        "public_pretrain": PublicPretrainConfig,
+        "release": ReleaseConfig,
+        "microbatch": Microbatch,
+    },
+    PublicPretrainConfig: {"data": DataConfig},
+}
+"""The sections inside each section."""
 
 _Privacy = TypeVar("_Privacy", bound=PrivacyUnit)
 _Data = TypeVar("_Data", bound=DataConfig)
@@ -336,200 +337,3 @@ def refuse_drawn_pieces(privacy: PrivacyConfig, long_records: str) -> None:
             "record: their number would depend on the tokenizer. "
             'Set long_records="truncate", or sampling="unit"'
         )
-
-
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe file and apply `key=value` overrides.
-
-    Numbers such as ``1e-6`` are floats, and only ``true`` and ``false`` are booleans (so ``eval_strategy: no`` stays
-    the text "no"). A repeated key is refused.
-
-    Args:
-        path: a YAML file with the sections of `Recipe`, or the name of a shipped recipe ("quickstart").
-        overrides: dotted assignments, each value parsed as YAML: ``"privacy.epsilon=3"``. A later assignment
-            overrides an earlier one; ``key=`` and ``key=null`` reset a key to nothing.
-
-    Returns:
-        The checked recipe.
-
-    Raises:
-        ConfigError: the file cannot be read, or a key is unknown, missing or unusable; the message names both.
-    """
-    raw = read_raw(path, overrides)
-    hand_over_unit(raw, str(path))
-    return _build(Recipe, raw, str(path), "")
-
-
-def hand_over_unit(raw: dict[str, Any], source: str) -> None:
-    """Write ``data.columns.unit`` of a file into its section ``privacy``, which reads it.
-
-    Raises:
-        ConfigError: the section has a unit of its own.
-    """
-    data, privacy = raw.get("data"), raw.get("privacy")
-    if isinstance(privacy, dict):
-        if UNIT in privacy:
-            raise ConfigError(
-                f"{source}: unknown key 'privacy.unit'; the column whose value identifies the unit is data.columns.unit"
-            )
-        columns = data.get("columns") if isinstance(data, dict) else None
-        if isinstance(columns, Mapping) and columns.get(UNIT) is not None:
-            raw["privacy"] = {**privacy, UNIT: columns[UNIT]}
-
-
-def read_raw(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the sections of a recipe file as plain values, with overrides applied; see `load_recipe`.
-
-    Raises:
-        ConfigError: the file cannot be read or is no mapping, or an override has another form.
-    """
-    try:
-        raw = read_yaml(recipe_file(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        words = error.strerror if isinstance(error, OSError) else f"it is not UTF-8: {error.reason} at {error.start}"
-        if isinstance(error, FileNotFoundError):
-            raise ConfigError(
-                f"{path}: there is no such file, and no shipped recipe has this name{_similar(Path(path).stem)} "
-                "dpllm recipes lists the shipped recipes, and dpllm init writes one for your own records"
-            ) from error
-        raise ConfigError(f"{path}: cannot be read ({words})") from error
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: must be a mapping with the sections {', '.join(_names(Recipe))}")
-    for override in overrides:
-        apply_override(raw, override)
-    if isinstance(raw.get("model"), str):
-        raw["model"] = _SHORT["model"](raw["model"])
-    return raw
-
-
-def _similar(name: str) -> str:
-    """Return the names of the shipped recipes that are close to a name, as a question; a full stop if there are none.
-
-    >>> _similar("users")
-    '; did you mean federate_users or quickstart_users?'
-    """
-    known = list(shipped_recipes())
-    found = [one for one in known if name and name in one] or difflib.get_close_matches(name, known)
-    return f"; did you mean {' or '.join(found)}?" if found else "."
-
-
-def recipe_to_dict(recipe: Recipe) -> dict[str, Any]:
-    """Return the recipe as plain nested dictionaries, including every default."""
-    plain = dataclasses.asdict(recipe)
-    beside = plain.pop("beside")
-    del plain["privacy"][UNIT]  # it is data.columns.unit
-    return {**plain, **beside}
-
-
-def save_recipe(recipe: Recipe, path: str | Path) -> None:
-    """Write the resolved recipe; `load_recipe` returns an equal recipe from the file."""
-    write_file(path, write_yaml(recipe_to_dict(recipe)))
-
-
-_NESTED: dict[type, dict[str, type]] = {
-    Recipe: {
-        "model": ModelConfig,
-        "data": DataConfig,
-        "privacy": PrivacyConfig,
-        "public_pretrain": PublicPretrainConfig,
-        "release": ReleaseConfig,
-        "microbatch": Microbatch,
-    },
-    PublicPretrainConfig: {"data": DataConfig},
-}
-
-
-def _names(section: type) -> list[str]:
-    names = [item.name for item in dataclasses.fields(section)]
-    if section is not Recipe:
-        return names
-    return [*(name for name in names if name != "beside"), *registry.sections_beside_train()]
-
-
-def read_section(section: type[_Section], raw: Mapping[str, Any], source: str, name: str) -> _Section:
-    """Make one section of its mapping, with the errors of a recipe.
-
-    Args:
-        section: its class, such as `PrivacyConfig`.
-        raw: keys and values.
-        source: where the mapping is from, for messages.
-        name: of the section.
-
-    Raises:
-        ConfigError: a key is unknown, missing or unusable; the message names it.
-
-    >>> read_section(ReleaseConfig, {"audience": "anyone"}, "DPTrainer", "release").audience
-    'anyone'
-    """
-    return _build(section, raw, source, f"{name}.")
-
-
-def _build(section: type[_Section], raw: Mapping[str, Any], source: str, prefix: str) -> _Section:
-    """Make the dataclass of a section from its mapping; `prefix` is the dotted path of the section with a final dot."""
-    known = _names(section)
-    methods = f"; installed methods: {registry.installed()}" if section is Recipe else ""
-    for key in raw:
-        if key not in known:
-            close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.6)
-            hint = f"did you mean '{prefix}{close[0]}'? " if close else ""
-            raise ConfigError(f"{source}: unknown key '{prefix}{key}'; {hint}Known here: {', '.join(known)}{methods}")
-    given = copy.deepcopy(dict(raw))
-    of_methods = registry.sections_beside_train() if section is Recipe else {}
-    for key, nested in {**_NESTED.get(section, {}), **of_methods}.items():
-        value = given.get(key)
-        if isinstance(value, Mapping):
-            given[key] = _build(nested, value, source, f"{prefix}{key}.")
-        elif value is not None:
-            raise ConfigError(f"{source}: '{prefix}{key}' must be a mapping, got {values.shown(value)}")
-    optional = {*of_methods, *(item.name for item in dataclasses.fields(section) if _has_default(item))}  # type: ignore[arg-type]
-    for key in known:
-        if key not in optional and given.get(key) is None:
-            raise ConfigError(f"{source}: missing key '{prefix}{key}'; it has no default")
-        if given.get(key, ...) is None:
-            del given[key]  # an empty value means the default, as in `train:` with nothing below it
-    if of_methods:
-        given["beside"] = {name: given.pop(name) for name in of_methods if name in given}
-    try:
-        return section(**given)
-    except ConfigError as error:
-        where = f"section '{prefix[:-1]}': " if prefix else ""
-        raise ConfigError(f"{source}: {where}{error}") from error
-
-
-def _has_default(item: dataclasses.Field[Any]) -> bool:
-    return item.default is not dataclasses.MISSING or item.default_factory is not dataclasses.MISSING
-
-
-_SHORT: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "model": lambda value: {"name": value},
-    "data.eval": lambda value: {"path" if isinstance(value, str) else "share": value},
-}
-"""Keys whose value may be short for a mapping."""
-
-
-def apply_override(raw: dict[str, Any], override: str) -> None:
-    """Write the value of ``key=value`` into the sections of a recipe; see `load_recipe`.
-
-    Raises:
-        ConfigError: it has another form, or its value is no YAML.
-    """
-    key, equals, text = override.partition("=")
-    parts = key.strip().split(".")
-    if not equals or not all(parts):
-        raise ConfigError(f"override {override!r} must read key=value, such as privacy.epsilon=3")
-    try:
-        value = read_yaml(text)
-    except ConfigError as error:
-        raise ConfigError(f"override {values.shown(override)}: the value {error}") from error
-    place = raw
-    for depth, part in enumerate(parts[:-1]):
-        if place.get(part) is None:
-            place[part] = {}
-        if (short := _SHORT.get(".".join(parts[: depth + 1]))) and not isinstance(place[part], dict):
-            place[part] = short(place[part])
-        place = place[part]
-        if not isinstance(place, dict):
-            raise ConfigError(f"override {override!r}: '{'.'.join(parts[: depth + 1])}' is a value, not a section")
-    place[parts[-1]] = value

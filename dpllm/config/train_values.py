@@ -1,18 +1,19 @@
-"""The values of ``train``: every name of ``TrainingArguments`` with its kind and its range.
+"""The values of ``train`` that decide about privacy, or that have a range; and the names that are dpllm's own.
 
 Place in the flow: below the configuration, which checks a recipe's sections with this table as soon as they are read;
 the arguments of `DPTrainer` are checked with the same table. ``TrainingArguments`` converts nothing and checks little:
-without the table a quoted learning rate, a fractional batch size or the text "no" for a boolean would fail hours later,
-or never. This module needs neither torch nor transformers.
+without the table a quoted learning rate or a fractional batch size would fail hours later, or never. The kinds of all
+other names are checked where the arguments are made (`dpllm.training.argument_kinds`), before any record is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from dpllm.config.values import ConfigError, between, choice, flag, integer, nearest, shown, text
+from dpllm.config.values import ConfigError, between, choice, flag, integer, nearest, shown
 from dpllm.mechanism.averages import average_of
 from dpllm.mechanism.limits import MAX_STEPS
 
@@ -20,23 +21,10 @@ MAX_EPOCHS = 1_000_000
 _MOST = 2**31 - 1
 _MOST_SEED = 2**32 - 1
 
-_INTERVALS = ("no", "steps", "epoch")
-_SCHEDULERS = (
-    *("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"),
-    *("reduce_lr_on_plateau", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy"),
-)
 _LOG_LEVELS = ("debug", "info", "warning", "error", "critical", "passive", "detail")
 _BACKENDS = ("nccl", "gloo", "mpi", "ccl", "hccl", "cncl", "mccl", "xccl", "neuron")
 
 Check = Callable[[str, Any], Any]
-
-
-def _or_none(check: Check) -> Check:
-    def checked(name: str, value: Any) -> None:
-        if value is not None:
-            check(name, value)
-
-    return checked
 
 
 def _max_steps(name: str, value: Any) -> None:
@@ -45,41 +33,11 @@ def _max_steps(name: str, value: Any) -> None:
     integer(name, value, -1, MAX_STEPS)
 
 
-def _steps_or_share(name: str, value: Any) -> None:
+def _steps_or_share(name: str, value: Any, least: int = 0, most: int = _MOST, above: bool = True) -> None:
     """Raise unless `value` is a whole number of steps, or a share of all steps above 0 and below 1."""
-    between(name, value, 0, _MOST, above=True)
+    between(name, value, least, most, above=above)
     if value >= 1 and value != int(value):
         raise ConfigError(f"{name} must be a whole number of steps, or a share of them below 1, got {shown(value)}")
-
-
-def _warmup(name: str, value: Any) -> None:
-    between(name, value, 0, MAX_STEPS)
-    if value >= 1 and value != int(value):
-        raise ConfigError(f"{name} must be a whole number of steps, or a share of them below 1, got {shown(value)}")
-
-
-def _names(name: str, value: Any) -> None:
-    if isinstance(value, str):
-        text(name, value)
-    elif not isinstance(value, list | tuple) or not all(isinstance(item, str) and item for item in value):
-        raise ConfigError(f"{name} must be a text or a list of texts, got {shown(value)}")
-
-
-def _mapping(name: str, value: Any) -> None:
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise ConfigError(f"{name} must be a mapping, got {shown(value)}")
-
-
-def _mapping_or_file(name: str, value: Any) -> None:
-    if not isinstance(value, str):
-        _mapping(name, value)
-    else:
-        text(name, value)
-
-
-def _resume(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        text(name, value)
 
 
 def _folder(name: str, value: Any) -> None:
@@ -89,101 +47,47 @@ def _folder(name: str, value: Any) -> None:
         )
 
 
-def _flag_or(words: Sequence[str], name: str, value: Any) -> None:
-    if not isinstance(value, bool) and value not in words:
-        raise ConfigError(f"{name} must be true, false or one of {', '.join(map(repr, words))}, got {shown(value)}")
+_POSITIVE = partial(between, least=0, above=True)
+_NOT_NEGATIVE = partial(between, least=0)
+_DECAY = partial(between, least=0, most=1, below=True)
+_SIZE = partial(integer, minimum=1, maximum=_MOST)
+_SEED = partial(integer, minimum=0, maximum=_MOST_SEED)
 
-
-_FLAGS = (
-    *("average_tokens_across_devices", "bf16", "fp16", "bf16_full_eval", "fp16_full_eval", "torch_compile"),
-    *("use_liger_kernel", "use_cache", "auto_find_batch_size", "logging_first_step", "log_on_each_node"),
-    *("logging_nan_inf_filter", "prediction_loss_only", "eval_on_start", "eval_do_concat_batches"),
-    *("eval_use_gather_object", "batch_eval_metrics", "save_only_model", "save_on_each_node", "enable_jit_checkpoint"),
-    *("push_to_hub", "hub_always_push", "load_best_model_at_end", "ignore_data_skip", "full_determinism", "use_cpu"),
-    *("restore_callback_states_from_checkpoint", "dataloader_drop_last", "dataloader_pin_memory", "do_train"),
-    *("dataloader_persistent_workers", "dataloader_in_order", "remove_unused_columns", "skip_memory_metrics"),
-    *("do_eval", "do_predict"),
-)
-_FLAGS_OR_NONE = (
-    *("tf32", "activation_checkpointing", "gradient_checkpointing", "disable_tqdm", "hub_private_repo"),
-    *("greater_is_better", "ddp_find_unused_parameters", "ddp_broadcast_buffers", "ddp_static_graph"),
-)
-_TEXTS_OR_NONE = (
-    *("optim_args", "torch_compile_backend", "torch_compile_mode", "run_name", "trackio_space_id"),
-    *("trackio_bucket_id", "hub_token", "hub_model_id", "hub_revision", "metric_for_best_model"),
-)
-
-# Numbers and booleans, which TrainingArguments keeps unchanged.
 PLAIN: dict[str, Check] = {
-    **dict.fromkeys(_FLAGS, flag),
-    **dict.fromkeys(_FLAGS_OR_NONE, _or_none(flag)),
-    "per_device_train_batch_size": partial(integer, minimum=1, maximum=_MOST),
-    "per_device_eval_batch_size": partial(integer, minimum=1, maximum=_MOST),
+    "per_device_train_batch_size": _SIZE,
+    "per_device_eval_batch_size": _SIZE,
+    "gradient_accumulation_steps": _SIZE,
     "num_train_epochs": partial(between, least=0, most=MAX_EPOCHS, above=True),
     "max_steps": _max_steps,
-    "learning_rate": partial(between, least=0, above=True),
-    "warmup_steps": _warmup,
-    "weight_decay": partial(between, least=0),
-    "adam_beta1": partial(between, least=0, most=1, below=True),
-    "adam_beta2": partial(between, least=0, most=1, below=True),
-    "adam_epsilon": partial(between, least=0, above=True),
-    "gradient_accumulation_steps": partial(integer, minimum=1, maximum=_MOST),
-    "max_grad_norm": partial(between, least=0),
-    "label_smoothing_factor": partial(between, least=0, most=1, below=True),
-    "neftune_noise_alpha": _or_none(partial(between, least=0)),
-    "torch_empty_cache_steps": _or_none(partial(integer, minimum=1, maximum=_MOST)),
+    "learning_rate": _POSITIVE,
+    "warmup_steps": partial(_steps_or_share, most=MAX_STEPS, above=False),
+    "weight_decay": _NOT_NEGATIVE,
+    "adam_beta1": _DECAY,
+    "adam_beta2": _DECAY,
+    "adam_epsilon": _POSITIVE,
+    "max_grad_norm": _NOT_NEGATIVE,
+    "label_smoothing_factor": _DECAY,
+    "neftune_noise_alpha": _NOT_NEGATIVE,
     "logging_steps": _steps_or_share,
-    "eval_steps": _or_none(_steps_or_share),
-    "eval_delay": partial(between, least=0),
-    "eval_accumulation_steps": _or_none(partial(integer, minimum=1, maximum=_MOST)),
+    "eval_steps": _steps_or_share,
+    "eval_delay": _NOT_NEGATIVE,
+    "eval_accumulation_steps": _SIZE,
     "save_steps": _steps_or_share,
-    "save_total_limit": _or_none(partial(integer, minimum=1, maximum=_MOST)),
-    "seed": partial(integer, minimum=0, maximum=_MOST_SEED),
-    "data_seed": _or_none(partial(integer, minimum=0, maximum=_MOST_SEED)),
+    "save_total_limit": _SIZE,
+    "seed": _SEED,
+    "data_seed": _SEED,
     "dataloader_num_workers": partial(integer, minimum=0, maximum=1024),
-    "dataloader_prefetch_factor": _or_none(partial(integer, minimum=1, maximum=_MOST)),
-    "ddp_bucket_cap_mb": _or_none(partial(integer, minimum=1, maximum=_MOST)),
-    "ddp_timeout": partial(integer, minimum=1, maximum=_MOST),
-    "local_rank": partial(integer, minimum=-1, maximum=_MOST),
-}
-"""Name of a ``TrainingArguments`` attribute -> its check, for attributes that keep the value they were given."""
-
-CHECKS: dict[str, Check] = {
-    **PLAIN,
-    **dict.fromkeys(_TEXTS_OR_NONE, _or_none(text)),
-    "output_dir": _folder,
-    "lr_scheduler_type": partial(choice, choices=_SCHEDULERS),
-    "lr_scheduler_kwargs": _or_none(_mapping),
-    "optim": text,
-    "optim_target_modules": _or_none(_names),
-    "activation_checkpointing_kwargs": _or_none(_mapping),
-    "gradient_checkpointing_kwargs": _or_none(_mapping),
-    "liger_kernel_config": _or_none(_mapping),
-    "logging_strategy": partial(choice, choices=_INTERVALS),
-    "eval_strategy": partial(choice, choices=_INTERVALS),
-    "save_strategy": partial(choice, choices=(*_INTERVALS, "best")),
-    "include_num_input_tokens_seen": partial(_flag_or, ("no", "all", "non_padding")),
+    "dataloader_prefetch_factor": _SIZE,
+    "torch_empty_cache_steps": _SIZE,
+    "ddp_bucket_cap_mb": _SIZE,
+    "ddp_timeout": _SIZE,
     "log_level": partial(choice, choices=_LOG_LEVELS),
     "log_level_replica": partial(choice, choices=_LOG_LEVELS),
-    "report_to": _or_none(_names),
-    "project": text,
-    "trackio_static_space_id": lambda name, value: None if value is None or value is False else text(name, value),
-    "include_for_metrics": _or_none(_names),
-    "hub_strategy": partial(choice, choices=("end", "every_save", "checkpoint", "all_checkpoints")),
-    "accelerator_config": _or_none(_mapping_or_file),
-    "parallelism_config": _or_none(_mapping),
-    "dataloader_multiprocessing_context": _or_none(partial(choice, choices=("fork", "spawn", "forkserver"))),
-    "label_names": _or_none(_names),
-    "train_sampling_strategy": text,
-    "length_column_name": text,
-    "ddp_backend": _or_none(partial(choice, choices=_BACKENDS)),
-    "fsdp": lambda name, value: None if value is None or isinstance(value, bool) else _names(name, value),
-    "fsdp_config": _or_none(_mapping_or_file),
-    "deepspeed": _or_none(_mapping_or_file),
-    "debug": lambda name, value: None if value in (None, "") else _names(name, value),
-    "resume_from_checkpoint": _or_none(_resume),
+    "ddp_backend": partial(choice, choices=_BACKENDS),
+    "dataloader_multiprocessing_context": partial(choice, choices=("fork", "spawn", "forkserver")),
+    **dict.fromkeys(("bf16", "fp16", "use_cpu", "push_to_hub", "load_best_model_at_end", "full_determinism"), flag),
 }
-"""Name in a recipe's ``train`` section -> its check."""
+"""Name of a ``TrainingArguments`` attribute that keeps the value it was given -> its check."""
 
 
 def _average(name: str, value: Any) -> None:
@@ -227,21 +131,6 @@ TRL_TRAINERS = ("sft", "dpo")
 
 OWN: dict[str, Check] = {"average": _average, "trainer": partial(choice, choices=TRL_TRAINERS)}
 """Name in a recipe's ``train`` section that is dpllm's own, and no name of ``TrainingArguments`` -> its check."""
-
-_TRL: dict[str, Check] = {
-    **dict.fromkeys(("packing", "padding_free", "assistant_only_loss", "activation_offloading"), flag),
-    **dict.fromkeys(("shuffle_dataset", "disable_dropout", "use_weighting", "sync_ref_model"), flag),
-    **dict.fromkeys(("precompute_ref_log_probs", "trust_remote_code"), flag),
-    **dict.fromkeys(("completion_only_loss", "eval_packing"), _or_none(flag)),
-    **dict.fromkeys(("beta", "label_smoothing", "discopop_tau", "f_alpha_divergence_coef"), between),
-    "ld_alpha": _or_none(between),
-    "truncation_mode": partial(choice, choices=("keep_start", "keep_end")),
-    "loss_type": _names,
-    "f_divergence_type": text,
-    **dict.fromkeys(("eos_token", "pad_token", "chat_template_path"), _or_none(text)),
-}
-"""Name of TRL's configurations -> the check of its kind; their ranges are checked where they are used."""
-
 
 SECOND_MOMENT = "second_moment"
 SECOND_MOMENTS = ("low_passed", "corrected")
@@ -299,10 +188,9 @@ def refuse_own(name: str, section: Mapping[str, Any]) -> None:
 
 
 def check_train(name: str, section: Any) -> None:
-    """Check every value of a ``train`` section by kind and by range.
+    """Check the values of a ``train`` section that the table has, by kind and by range.
 
-    A name that is in none of the tables is checked by `dpllm.training.arguments.training_arguments` against the
-    installed version.
+    All other names are checked by `dpllm.training.arguments.training_arguments` against the installed version.
 
     Args:
         name: name of the section, for the message.
@@ -318,7 +206,7 @@ def check_train(name: str, section: Any) -> None:
     """
     if not isinstance(section, Mapping) or not all(isinstance(key, str) for key in section):
         raise ConfigError(f"{name} must be a mapping of TrainingArguments names to values, got {shown(section)}")
-    checks = {**CHECKS, **OWN, **(_TRL if section.get("trainer") is not None else {})}
+    checks: Mapping[str, Check] = {"output_dir": _folder, **PLAIN, **OWN}
     for key, value in section.items():
         if key in checks and (value is not None or key == "output_dir"):  # null: the default
             checks[key](f"{name}.{key}", value)
@@ -330,6 +218,7 @@ def check_arguments(args: Any) -> None:
     Raises:
         ConfigError: one of them cannot be used.
     """
+    defaults = {item.name: item.default for item in dataclasses.fields(args)}
     for name, check in PLAIN.items():
-        if hasattr(args, name):
+        if name in defaults and not (getattr(args, name) is None and defaults[name] is None):
             check(f"train.{name}", getattr(args, name))

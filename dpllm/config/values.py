@@ -41,7 +41,7 @@ def shown(value: Any) -> str:
         text = " ".join(repr(value).split())
     except ValueError:  # an integer of more digits than Python prints
         text = f"a {type(value).__name__} of very many digits"
-    return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 3]}..."
+    return shown_text(text)
 
 
 def number(name: str, value: Any) -> float:
@@ -138,17 +138,10 @@ def text(name: str, value: Any) -> None:
         raise ConfigError(f"{name} must be a text that is not empty, got {shown(value)}")
 
 
-def own_file(name: str, value: Any, ending: str) -> None:
-    """Refuse a value that is no name of a new file, with this ending, in the folder of a run.
-
-    Raises:
-        ConfigError: it has a folder or another ending, or is the name of a file that each run writes.
-    """
-    text(name, value)
-    if "/" in value or "\\" in value or not value.endswith(ending) or value == ending:
-        raise ConfigError(f"{name} is a name that ends in {ending}, without a folder, got {value!r}")
-    if value.startswith("privacy_"):
-        raise ConfigError(f"{name} must not begin with privacy_, as plan, ledger and report of a run do, got {value!r}")
+def shown_text(text: str) -> str:
+    """Return a text for an error message, as it is: on one line, and cut where it is long."""
+    text = " ".join(text.split())
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 3]}..."
 
 
 def is_number_in_quotes(text: str) -> bool:

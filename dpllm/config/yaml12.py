@@ -8,6 +8,7 @@ determines the privacy must not depend on the version of the reader.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import yaml
@@ -46,6 +47,18 @@ def read_yaml(text: str) -> Any:
     >>> read_yaml("{a: 1e-3, b: no, c: 20}")
     {'a': 0.001, 'b': 'no', 'c': 20}
     """
+    return read_yaml_lines(text)[0]
+
+
+def read_yaml_lines(text: str) -> tuple[Any, dict[tuple[Any, ...], int]]:
+    r"""Return the value that a YAML text describes, and the line of each key by its path.
+
+    Raises:
+        ConfigError: as for `read_yaml`.
+
+    >>> read_yaml_lines("a:\n  b: 3")
+    ({'a': {'b': 3}}, {('a',): 1, ('a', 'b'): 2})
+    """
     if len(text) > MAX_CHARACTERS:
         raise ConfigError(f"has {len(text):,} characters, but a recipe has at most {MAX_CHARACTERS:,}")
     try:
@@ -54,13 +67,13 @@ def read_yaml(text: str) -> Any:
         try:
             node = loader.get_single_node()
             if node is None:
-                return None
+                return None, {}
             if _count_nodes(node) > MAX_NODES:
                 raise ConfigError(
                     f"repeats values by aliases (&, *) until there are more than {MAX_NODES:,}: write the values out, "
                     "or remove the aliases"
                 )
-            return loader.construct_document(node)
+            return loader.construct_document(node), dict(_lines(node))
         finally:
             loader.dispose()
     except ConfigError:
@@ -93,6 +106,13 @@ def _check_depth(text: str) -> None:
                 )
         elif isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
+
+
+def _lines(node: yaml.Node, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], int]]:
+    """Yield the path of each key of a mapping and of those inside, and its line."""
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        yield (*path, key.value), key.start_mark.line + 1
+        yield from _lines(value, (*path, key.value))
 
 
 def _count_nodes(root: yaml.Node) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 import datasets
 
-from dpllm.config import DataConfig, PrivacyUnit, Recipe
+from dpllm.config import DataConfig, HeldOut, PrivacyUnit, Recipe
 from dpllm.data.content_index import FEWEST_WORDS
 from dpllm.data.local_files import find_files
 from dpllm.data.records import (
@@ -115,7 +115,7 @@ def refuse_shared_held_out(
         own = dataclasses.replace(
             data,
             path=data.eval.path or data.path,
-            eval=None,
+            eval=HeldOut(),
         )
         refuse_shared_records(held_out, own, public, public_data, allowed, keys)
 

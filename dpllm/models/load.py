@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import fnmatch
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from transformers import (
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from dpllm.config import TASKS, ConfigError, ModelConfig, nearest
+from dpllm.config.foreign_kinds import check_kinds
+from dpllm.config.values import between, integer
 from dpllm.data.tokenization import train_tokenizer
 from dpllm.models.inputs import align_padding
 from dpllm.models.loading import NO_CODE, check_adapter_names, load_pretrained, needs_code, not_loaded, one_line
@@ -343,12 +346,33 @@ def _refuse_data_driven(name: str, kind: Any) -> None:
         )
 
 
+_RANGES: Mapping[str, Any] = {
+    "r": partial(integer, minimum=1),
+    "lora_alpha": partial(between, least=0, above=True),
+    "lora_dropout": partial(between, least=0, most=1, below=True),
+}
+
+
+def check_adapter(model: ModelConfig) -> None:
+    """Check the names, kinds and ranges of ``model.adapter``, without a model.
+
+    Raises:
+        ConfigError: `peft.LoraConfig` does not have a name, or cannot use a value.
+    """
+    if model.adapter is not None:
+        _lora_config(model)
+
+
 def _lora_config(model: ModelConfig) -> LoraConfig:
     arguments = copy.deepcopy(dict(model.adapter or {}))
     known = [field.name for field in dataclasses.fields(LoraConfig)]
     for key in arguments:
         if key not in known:
             raise ConfigError(f"model.adapter: LoraConfig has no argument '{key}'{nearest(str(key), known)}")
+    check_kinds("model.adapter", arguments, LoraConfig, {"lora_alpha": float}, ("init_lora_weights",))
+    for key, check in _RANGES.items():
+        if arguments.get(key) is not None:
+            check(f"model.adapter.{key}", arguments[key])
     _refuse_data_driven("model.adapter", arguments.get("init_lora_weights"))
     arguments.setdefault("task_type", TASKS[model.task].peft)
     if TASKS[model.task].label_per_token and arguments.get("target_modules") == "all-linear":

@@ -12,9 +12,10 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from dpllm.config import ConfigError, Recipe
+from dpllm.config import ConfigError
 
 if TYPE_CHECKING:
+    from dpllm.config import Recipe
     from dpllm.privacy.noise_choice import Prediction
     from dpllm.privacy.plan import PrivacyPlan
     from dpllm.training.workload import UpdateRule

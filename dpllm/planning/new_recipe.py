@@ -17,10 +17,11 @@ from typing import Any
 import datasets
 import numpy as np
 
-from dpllm.config import ConfigError, DataConfig, Microbatch, ModelConfig, PrivacyConfig, Recipe
-from dpllm.config.data_section import MAX_LENGTH, UNIT, DataSource, FileReading
+from dpllm.config import ConfigError, DataConfig, HeldOut, Microbatch, ModelConfig, PrivacyConfig, Recipe
+from dpllm.config.data_section import MAX_LENGTH, READING
 from dpllm.config.formats.catalogue import formats_for
 from dpllm.config.formats.record_format import Chat, TextLabel, columns_in
+from dpllm.config.recipe_file import UNIT
 from dpllm.config.tasks import TASKS
 from dpllm.data.columns import texts_of
 from dpllm.data.records import DataError, load_records, reading_remarks
@@ -167,7 +168,7 @@ def new_recipe(wishes: Wishes, at_hand: ModelAtHand | None) -> NewRecipe:
     _refuse_few(population, protects)
     share = defaults.held_out_share(population) if wishes.held_out is None else wishes.held_out
     num_units = population - (max(1, round(share * population)) if share else 0)
-    data = dataclasses.replace(data, eval=share or None)
+    data = dataclasses.replace(data, eval=HeldOut(share=share or None))
     batch, steps = defaults.batch_and_steps(num_units)
     model = _model_section(wishes, task, at_hand)
     privacy = dataclasses.replace(_privacy(wishes, unit, batch), delta=defaults.delta_for(num_units))
@@ -335,10 +336,10 @@ def _data_settings(data: DataConfig, max_length: Setting, wishes: Wishes) -> lis
     )
     if not implied:
         found.append(Setting("data.format", data.format, "", None))
-    for item in (one for kind in (DataSource, FileReading) for one in dataclasses.fields(kind)):
-        value = getattr(data, item.name)
-        if item.default is not dataclasses.MISSING and value != item.default:
-            found.append(Setting(f"data.{item.name}", value, "", item.default))
+    default = DataConfig(path=data.path)
+    for key in READING:
+        if (value := getattr(data, key)) != getattr(default, key):
+            found.append(Setting(f"data.{key}", value, "", getattr(default, key)))
     if data.class_names is not None:
         found.append(Setting("data.class_names", data.class_names, OWN, None))
     long = (

@@ -18,7 +18,7 @@ import datasets
 import numpy as np
 from transformers import TrainerCallback
 
-from dpllm.config import DataConfig, Recipe
+from dpllm.config import DataConfig, HeldOut, Recipe
 from dpllm.data.records import DataError, load_records, load_train_and_eval, shared_source
 from dpllm.data.rows import RowCollator, num_labels_of, tokenize_records
 from dpllm.data.shared_records import shared_records
@@ -37,9 +37,6 @@ QUIET = {
 }
 """Options of trainings whose results are compared and whose files are deleted."""
 _HELD_OUT_SHARE, _MOST_HELD_OUT = 0.1, 500
-_NOT_HELD_OUT: dict[str, Any] = {
-    "eval": None,
-}
 _SHUFFLE = 20240229  # a public constant
 
 
@@ -85,7 +82,7 @@ def public_section(recipe: Recipe, path: str | None) -> DataConfig:
         assert recipe.public_pretrain is not None
         section = _stage_section(recipe, recipe.public_pretrain.data)
     else:
-        own = dict(_NOT_HELD_OUT)
+        own: dict[str, Any] = {"eval": HeldOut()}
         if path.endswith(".txt"):
             own |= {"format": "text", "columns": {"text": "text"}}
         section = dataclasses.replace(recipe.data, **own, path=path, name=None, split="train", limit=None)
@@ -107,7 +104,7 @@ def _sections(recipe: Recipe, section: DataConfig) -> list[DataConfig]:
 
 def _stage_section(recipe: Recipe, data: DataConfig) -> DataConfig:
     """Return the section with which a rehearsal reads the text of the public stage."""
-    return dataclasses.replace(data, **_NOT_HELD_OUT, max_length=recipe.data.max_length)
+    return dataclasses.replace(data, eval=HeldOut(), max_length=recipe.data.max_length)
 
 
 def refuse_private_records(recipe: Recipe, section: DataConfig, records: Sequence[Any]) -> None:
@@ -147,7 +144,7 @@ def load_material(recipe: Recipe, section: DataConfig, folder: Path, callbacks: 
     Raises:
         ConfigError, DataError: the text or the model cannot be loaded, or there are too few records.
     """
-    records, held_out = load_train_and_eval(dataclasses.replace(section, eval=_HELD_OUT_SHARE))
+    records, held_out = load_train_and_eval(dataclasses.replace(section, eval=HeldOut(share=_HELD_OUT_SHARE)))
     assert held_out is not None, "a share is held out"
     stage, staged = recipe.public_pretrain, None
     texts = None

@@ -6,22 +6,27 @@ TrainingArguments do not contain.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import inspect
 import math
 import os
+import typing
 from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, Never, TypedDict
 
 import torch
+from pydantic import TypeAdapter
+from pydantic.errors import PydanticSchemaGenerationError
 from transformers import Trainer, TrainingArguments
 from transformers.optimization import get_scheduler
 
 from dpllm.config import ConfigError, PrivacyConfig, nearest, read_section
 from dpllm.config.extras import require
-from dpllm.config.train_values import OWN, check_arguments, check_train
+from dpllm.config.foreign_kinds import check_kinds, plain_names
+from dpllm.config.train_values import OWN, PLAIN, check_arguments, check_train
 from dpllm.config.values import shown
 from dpllm.data.units import UnitIndex
 from dpllm.engines import private_config
@@ -101,11 +106,37 @@ def find_deepspeed_config(root: Path, environment: MutableMapping[str, str] | No
         given["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(root / name)
 
 
+# Where TrainingArguments takes more than its annotations say; the names of the table are checked there.
+_TAKEN: Mapping[str, Any] = {
+    "resume_from_checkpoint": bool | str,
+    "fsdp": bool | str | list[str],
+    "debug": str | list[str],
+    "loss_type": str | list[str],
+}
+FILES = ("accelerator_config", "fsdp_config", "deepspeed")
+"""Names whose value is a mapping or the name of a file; the engines read them."""
+
 # Errors that the classes of arguments, optimizers and schedules raise for unusable values. Any other error, such as a
 # lack of memory, is not a mistake in a recipe.
 _UNUSABLE = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, AssertionError, ImportError, OSError)
 # Optimizers that update inside backward() or scale by the loss, before clipping and noise have taken place.
 _REFUSED_OPTIMIZERS = ("lomo", "adalomo", "layerwise")
+
+
+def check_section(section: Mapping[str, Any]) -> Any:
+    """Check the names and the kinds of a recipe's ``train`` section; return the class that reads them.
+
+    Raises:
+        ConfigError: an unknown name, with the nearest known one, or a value of another kind or out of range.
+    """
+    kind: Any = TrainingArguments if section.get("trainer") is None else config_of(section["trainer"])
+    known = {field.name for field in dataclasses.fields(kind) if field.init}
+    for name in section:
+        if name not in known and name not in OWN:
+            raise ConfigError(f"train.{name} is unknown{nearest(str(name), known)}")
+    check_train("train", section)
+    check_kinds("train", section, kind, _TAKEN, (*PLAIN, *FILES))
+    return kind
 
 
 def training_arguments(section: Mapping[str, Any]) -> TrainingArguments:
@@ -121,14 +152,9 @@ def training_arguments(section: Mapping[str, Any]) -> TrainingArguments:
     Traceback (most recent call last):
     dpllm.config.values.ConfigError: train.max_step is unknown; did you mean 'max_steps'?
     """
-    kind: Any = TrainingArguments if section.get("trainer") is None else config_of(section["trainer"])
-    known = {field.name for field in dataclasses.fields(kind) if field.init}
-    for name in section:
-        if name not in known and name not in OWN:
-            raise ConfigError(f"train.{name} is unknown{nearest(str(name), known)}")
+    kind = check_section(section)
     if "output_dir" not in section:
         raise ConfigError("train.output_dir is missing: name the folder for model, ledger and report.")
-    check_train("train", section)
     if section.get("deepspeed") or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
         require("deepspeed", "the engine DeepSpeed")
     given = {name: value for name, value in section.items() if value is not None and name not in OWN}  # null: default
@@ -137,6 +163,18 @@ def training_arguments(section: Mapping[str, Any]) -> TrainingArguments:
         return made
     except (*_UNUSABLE, NotImplementedError) as error:
         raise ConfigError(f"train: {' '.join(str(error).split())}") from error
+
+
+def train_schema() -> dict[str, Any]:
+    """Return the JSON schema of each name of ``TrainingArguments`` that has a plain kind, for `recipe_schema`."""
+    schemas: dict[str, Any] = {}
+    for name, hint in typing.get_type_hints(TrainingArguments).items():
+        with contextlib.suppress(PydanticSchemaGenerationError):
+            made = TypeAdapter(_TAKEN.get(name, hint)).json_schema()
+            words = made.pop("$defs", {})  # of an enumeration
+            made["anyOf"] = [words.get(one.get("$ref", "").rpartition("/")[2], one) for one in made.get("anyOf", ())]
+            schemas[name] = made if made["anyOf"] else {key: value for key, value in made.items() if key != "anyOf"}
+    return schemas
 
 
 def check_optimizer(args: TrainingArguments) -> None:
@@ -266,6 +304,7 @@ def refuse_options(args: TrainingArguments, table: Mapping[str, Argument] = ARGU
         ConfigError: a value out of range, or an option in conflict with the guarantee.
     """
     check_arguments(args)
+    check_kinds("train", {name: getattr(args, name) for name in plain_names(type(args))}, type(args), unchecked=PLAIN)
     refuse_by_table(args, table)
     accumulation = getattr(args.accelerator_config, "gradient_accumulation_kwargs", None) or {}
     if accumulation.get("num_steps", 1) != 1:

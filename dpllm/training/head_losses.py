@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpllm.config.model_values import HEADS
+from dpllm.config.recipe import HEADS
 from dpllm.config.values import choice
 from dpllm.data.labels import BOUNDARIES
 from dpllm.ghost import GhostClipper

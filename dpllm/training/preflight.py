@@ -28,14 +28,14 @@ from dpllm.engines.errors import no_totals
 from dpllm.mechanism.catalogue import clipping_of, noise_of, with_randomness
 from dpllm.mechanism.parts import Noise, Spec, require_entries
 from dpllm.models.inputs import num_positions
-from dpllm.models.load import load_tokenizer, skeleton
+from dpllm.models.load import check_adapter, load_tokenizer, skeleton
 from dpllm.models.loading import require_folder
 from dpllm.models.merging import refuse_unmergeable
 from dpllm.models.packing import refuse_unpackable
 from dpllm.models.quantization import make_ready, refuse_sharding
 from dpllm.models.starting_point import refuse_steering
 from dpllm.privacy.budget import read_budget
-from dpllm.training.arguments import check_optimizer, refuse_options, training_arguments
+from dpllm.training.arguments import check_optimizer, check_section, refuse_options, training_arguments
 from dpllm.training.choose_clipper import clipper_for
 from dpllm.training.trl_arguments import pair_loss_of, refuse_elsewhere, table_of
 
@@ -48,6 +48,18 @@ def to_plan(section: Mapping[str, Any]) -> dict[str, Any]:
     """Return a training's section as `dpllm plan` reads it: this machine need not have a GPU for bf16 and tf32."""
     read = {**PLAIN, **{name: value for name, value in section.items() if name != "tf32"}}
     return read if torch.accelerator.is_available() else {**read, "use_cpu": True}
+
+
+def check_values(recipe: Recipe) -> None:
+    """Check the values of a recipe that other libraries read: ``train`` and ``model.adapter``. Nothing is loaded.
+
+    Raises:
+        ConfigError: a name is unknown, or a value of another kind or out of range.
+    """
+    if recipe.public_pretrain is not None:
+        _check_train("public_pretrain.train", {"output_dir": "unused", **recipe.public_pretrain.train}, False, False)
+    _check_train("train", recipe.train, to_train=False, private=True)
+    check_adapter(recipe.model)
 
 
 def check_recipe(recipe: Recipe, to_train: bool = True) -> list[str]:
@@ -72,6 +84,7 @@ def check_recipe(recipe: Recipe, to_train: bool = True) -> list[str]:
         folder = Path(str(recipe.train.get("output_dir", ""))) / PRETRAINED_FOLDER
         _check_train("public_pretrain.train", {"output_dir": str(folder), **public.train}, to_train, private=False)
     args = _check_train("train", recipe.train, to_train, private=True)
+    check_adapter(recipe.model)
     refuse_steering(args, (), None, recipe.data.eval.public)
     if recipe.model.quantization is not None:
         refuse_sharding(None, args)
@@ -189,6 +202,7 @@ def refuse_unwrapped_adapters(model: nn.Module) -> None:
 
 def _check_train(name: str, section: Mapping[str, Any], to_train: bool, private: bool) -> TrainingArguments:
     try:
+        check_section(section)
         args = training_arguments({**PLAIN, **section} if to_train else to_plan(section))
         if private:
             refuse_elsewhere(section)

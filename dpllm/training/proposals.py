@@ -14,7 +14,7 @@ from typing import Any
 from huggingface_hub import snapshot_download
 
 from dpllm.config import ConfigError, ModelConfig, Recipe, load_recipe
-from dpllm.config.recipe import read_raw
+from dpllm.config.recipe_file import read_raw
 from dpllm.data.rows import load_train_and_eval, unit_index_of
 from dpllm.data.units import UnitIndex
 from dpllm.models.starting_point import refuse_private_start

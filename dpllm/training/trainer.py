@@ -28,8 +28,8 @@ from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
 from dpllm.config import ConfigError, PrivacyConfig, refuse_drawn_pieces
-from dpllm.config.model_values import HEADS
 from dpllm.config.output_folder import REPORTS, check_output_folder
+from dpllm.config.recipe import HEADS
 from dpllm.config.values import choice
 from dpllm.data.chat import ChatTemplate
 from dpllm.data.lengths import input_of, refuse_other_classes

@@ -10,7 +10,7 @@ import torch
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from dpllm.config import load_recipe
-from dpllm.config.query_recipe import load_query_recipe
+from dpllm.config.recipe_file import load_query_recipe
 from dpllm.data.rows import train_tokenizer
 from tests.benchmarks.material import WORDS, program
 

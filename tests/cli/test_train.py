@@ -45,7 +45,10 @@ def test_a_mistake_is_one_line_before_torch_is_loaded(tmp_path):
     words = [sys.executable, "-c", code, "train", "quickstart", "privacy.epsilom=3"]
     wrong = children.run(words, cwd=tmp_path, env=environment(), check=False)
     assert wrong.returncode == 2 and wrong.stdout.count("\n") == 1
-    assert wrong.stderr.startswith("error: quickstart: unknown key 'privacy.epsilom'") and wrong.stderr.count("\n") == 1
+    assert (
+        wrong.stderr.startswith("error: quickstart, override privacy.epsilom=3: unknown key 'privacy.epsilom'")
+        and wrong.stderr.count("\n") == 1
+    )
     assert list(tmp_path.iterdir()) == []
 
 

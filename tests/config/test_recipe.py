@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-import json
+import pickle
 import re
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
 import yaml
@@ -26,8 +28,13 @@ from dpllm.config import (
     recipe_to_dict,
     save_recipe,
 )
+from dpllm.config.recipe import NESTED
+from dpllm.config.schema import key_tables, recipe_schema
+from dpllm.config.shipped import shipped_recipes
 from dpllm.config.train_values import WARM_UP
+from dpllm.config.yaml12 import read_yaml
 from dpllm.methods.federated.section import FederateConfig
+from dpllm.training.arguments import train_schema
 
 PRIVACY: dict[str, Any] = {"epsilon": 8, "delta": 1e-6, "clip_norm": 1, "expected_batch_size": 64}
 USERS: dict[str, Any] = {"unit": "id", "max_rows_per_unit": 3}
@@ -75,7 +82,7 @@ def test_privacy_config_is_frozen() -> None:
     [
         ({"epsilon": None}, "give epsilon or noise_multiplier"),
         ({"epsilon": "8"}, "epsilon must be a finite number, got '8'"),
-        ({"clip_norm": 0}, "clip_norm must be > 0"),
+        ({"clip_norm": 0}, "clip_norm must be at least 1e-12, got 0"),
         ({"unit": ""}, "unit must be a text"),
         ({"unit": 3}, "unit must be a text"),
         ({"max_rows_per_unit": 3}, "max_rows_per_unit bounds the rows of a unit.*data.columns.unit"),
@@ -323,14 +330,17 @@ def test_saved_recipe_loads_equal(recipe_path: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "match"),
     [
-        ("privacy.clipnorm=1", r"recipe.yaml: unknown key 'privacy.clipnorm'; did you mean 'privacy.clip_norm'\?"),
+        (
+            "privacy.clipnorm=1",
+            r"override privacy.clipnorm=1: unknown key 'privacy.clipnorm'; did you mean 'privacy.clip_norm'\?",
+        ),
         ("privcy.delta=1", r"unknown key 'privcy'; did you mean 'privacy'\?"),
         (
             "public_pretrain.data.pth=1",
             r"unknown key 'public_pretrain.data.pth'; did you mean 'public_pretrain.data.path'\?",
         ),
         ("privacy.unit=id", r"unknown key 'privacy.unit'; the column .* is data\.columns\.unit"),
-        ("privacy.delta=2", "section 'privacy': delta must be"),
+        ("privacy.delta=2", r"privacy\.delta must be less than 1, got 2"),
         ("model=3", "'model' must be a mapping"),
         ("model.name.x=gpt2", "'model.name' is a value, not a section"),
         ("privacy.delta", "must read key=value"),
@@ -368,36 +378,71 @@ def test_missing_file_is_refused(tmp_path: Path) -> None:
         load_recipe(tmp_path / "nowhere.yaml")
 
 
-def test_the_table_of_recipe_keys_is_complete() -> None:
-    """`recipes/README.md` lists every key of every section with its default, and no other."""
-    sections = {
-        "model": ModelConfig,
-        "data": DataConfig,
-        "privacy": PrivacyConfig,
-        "public_pretrain": PublicPretrainConfig,
-        "release": ReleaseConfig,
-        "microbatch": Microbatch,
-        "federate": FederateConfig,
-        "(top level)": Recipe,
-    }
-    text = (Path(__file__).resolve().parents[2] / "recipes" / "README.md").read_text(encoding="utf-8")
-    table = text.split("| section | key | default | meaning |")[1]
-    listed = re.findall(r"^\| ([^|]+) \| `(\w+)` \| ([^|]+) \| \S[^|]* \|$", table, flags=re.MULTILINE)
-    due = []
+def test_the_schema_of_recipes_fits_the_shipped_ones_and_no_misspelt_key() -> None:
+    """An editor completes and checks with it what dpllm reads."""
+    train = train_schema()
+    check = jsonschema.Draft202012Validator(recipe_schema({"average": {}, "trainer": {}, **train}))
+    check.check_schema(check.schema)
+    assert train["learning_rate"] == {"type": "number"} and train["max_steps"] == {"type": "integer"}
+    for path in shipped_recipes().values():
+        text = path.read_text(encoding="utf-8")
+        assert check.is_valid(read_yaml(text)), path
+        for good, bad in (("privacy:", "privacy:\n  epsilom: 3"), ("data:", "dta:")):
+            assert not check.is_valid(read_yaml(text.replace(f"\n{good}", f"\n{bad}", 1))), path
+
+
+def test_the_tables_have_every_key_once() -> None:
+    """With its default; the basic keys are few and come first."""
+    basic, advanced = key_tables().split("Advanced keys")
+    rows = re.findall(r"^\| ([^|]+) \| `([\w.]+)` \| ([^|]+) \| (\S.*) \|$", basic + advanced, flags=re.MULTILINE)
+    found = [(section, key) for section, key, *_ in rows]
+    assert len(set(found)) == len(found) and len(re.findall(r"^\| \w", basic, flags=re.MULTILINE)) < 40
+    sections = {**NESTED[Recipe], "federate": FederateConfig, "(top level)": Recipe}
     for section, kind in sections.items():
         for item in dataclasses.fields(kind):
-            if (kind, item.name) == (Recipe, "beside"):  # no key of a file: it holds the sections of methods
-                continue
-            words = "required"
-            if item.default is not dataclasses.MISSING:
-                words = f"`{item.default}`" if isinstance(item.default, str) else f"`{json.dumps(item.default)}`"
-            elif item.default_factory is not dataclasses.MISSING:
-                made = item.default_factory()
-                words = "`{}`" if dataclasses.is_dataclass(made) else f"`{json.dumps(made)}`"
-            words = {("data", "eval"): "`null`", ("privacy", "max_rows_per_unit"): "`16`"}.get(
-                (section, item.name), words
-            )
-            if (section, item.name) in {("privacy", "unit"), ("data", "columns")}:
-                continue
-            due.append((section, item.name, words))
-    assert listed == due
+            listed = (section, item.name) in found
+            assert listed != ((section, item.name) in {("privacy", "unit"), ("(top level)", "beside")})
+    defaults = {(section, key): default for section, key, default, _ in rows}
+    assert defaults["privacy", "clip_norm"] == "`0.1`" and defaults["data", "path"] == "required"
+    assert ("privacy", "epsilon") in found and found.index(("privacy", "epsilon")) < found.index(("privacy", "seed"))
+    assert not [row for row in rows if "None" in row[-1]]
+
+
+def test_sections_are_ordinary_values(recipe_path: Path) -> None:
+    """Equal, copied, pickled and replaced like dataclasses; a replaced value is checked again."""
+    recipe = load_recipe(recipe_path, ["federate={local_steps: 3}", "data.columns.unit=who"])
+    assert copy.deepcopy(recipe) == recipe == pickle.loads(pickle.dumps(recipe))
+    assert dataclasses.replace(recipe.privacy, epsilon=3).epsilon == 3.0
+    with pytest.raises(ConfigError, match="epsilon must be greater than 0, got -3"):
+        dataclasses.replace(recipe.privacy, epsilon=-3)
+    assert recipe.beside["federate"] == FederateConfig(local_steps=3)
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "words"),
+    [
+        ("epsilon: -1", "recipe.yaml, line 8", "privacy.epsilon must be greater than 0, got -1"),
+        ("epsilon: 1001", "line 8", "privacy.epsilon must be at most 1,000, got 1001: a larger ε protects nobody"),
+        ("epsilon: '8'", "line 8", "privacy.epsilon must be a finite number, got '8' (str): it is in quotes"),
+        ("epsilom: 8", "line 8", "unknown key 'privacy.epsilom'; did you mean 'privacy.epsilon'?"),
+        ("epsilon: 8\n  adjacency: zero", "line 9", "privacy.adjacency must be one of 'zero-out', 'replace-one', got"),
+        ("epsilon: 8\n  rows_kept: random", "line 9", "privacy.rows_kept chooses rows of a unit"),
+        ("epsilon: 8\n  noise: {kind: bandet}", "line 9", "privacy.noise"),
+        ("", "line 7", "section 'privacy': give epsilon or noise_multiplier"),
+    ],
+)
+def test_an_error_has_the_line_of_its_key(recipe_path: Path, text: str, place: str, words: str) -> None:
+    """And its value; nothing of pydantic's own words."""
+    recipe_path.write_text(RECIPE.replace("epsilon: 8", text or "delta: 1e-5").replace("  delta: 1e-6\n", "", 1))
+    with pytest.raises(ConfigError) as found:
+        load_recipe(recipe_path)
+    assert place in str(found.value) and words in str(found.value)
+    assert not re.search(r"Input should|type=|https?:|\n", str(found.value))
+
+
+def test_an_error_names_the_override_that_made_it(recipe_path: Path) -> None:
+    """Instead of a line."""
+    for override in ("privacy.epsilon=-1", "privacy={epsilon: -1, expected_batch_size: 3}", "data.eval.share=2"):
+        with pytest.raises(ConfigError, match=re.escape(f"{recipe_path}, override {override}: ")) as found:
+            load_recipe(recipe_path, [override])
+        assert "must be" in str(found.value)

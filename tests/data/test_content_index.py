@@ -11,7 +11,7 @@ from datasets import Dataset
 
 import dpllm.data.content_index as module
 from dpllm.config import DataConfig, PrivacyUnit, load_recipe
-from dpllm.config.query_recipe import load_query_recipe
+from dpllm.config.recipe_file import load_query_recipe
 from dpllm.data.clinic import notes
 from dpllm.data.content_index import NGRAM, ContentIndex, count_copies
 from dpllm.data.records import DataError, has_many_copies, load_records, load_train_and_eval

@@ -36,7 +36,7 @@ def save_model(folder: Any, kind: str = "llama", spread: float = 0.1) -> str:
 
 def adapted(folder: str, quantization: Any, **changes: Any) -> Any:
     """Load it as a recipe does; both factors of LoRA are random, so both have a gradient."""
-    peft = {"r": 2, "target_modules": "all-linear", "init_lora_weights": False, **changes.pop("peft", {})}
+    peft = {"r": 2, "target_modules": "all-linear", "init_lora_weights": False, **changes.pop("adapter", {})}
     model = ModelConfig(name=folder, quantization=quantization, adapter=peft, **changes)
     torch.manual_seed(1)
     loaded = load_model(model, load_tokenizer(model))

@@ -179,7 +179,7 @@ class TestPrepare:
                 {"adapter": {"r": 2, "target_modules": ["query"]}},
                 "target_modules names 'query'",
             ),
-            ({"adapter": {"r": 0, "target_modules": "all-linear"}}, "adapter.r must be at least 1, got 0"),
+            ({"adapter": {"r": 0, "target_modules": "all-linear"}}, r"model\.adapter\.r must be at least 1, got 0"),
             ({"adapter": {**LORA, "init_lora_weights": "eva"}}, "starts from statistics of the private data"),
             ({"freeze": ["transformer.*"]}, "no parameter name matches 'transformer"),
             ({"freeze": ["*"]}, "no trainable parameter"),

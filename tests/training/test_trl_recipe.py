@@ -97,7 +97,6 @@ def test_columns_get_the_names_of_trl():
         ("sft", ["train.trainer=kto"], "train.trainer must be one of"),
         ("sft", ["data.long_records=split"], "makes one row of each record"),
         ("dpo", ["microbatch.pack=true"], "a row of train.trainer=dpo has two sequences"),
-        ("sft", ["train.assistant_only_loss='yes'"], "train.assistant_only_loss must be true or false"),
         ("dpo", ["public_pretrain={data: {path: x, max_length: 8, format: preference}}"], "has two answers, and the"),
     ],
 )
@@ -119,6 +118,7 @@ def test_sections_that_contradict_each_other_are_refused(trainer, overrides, say
         ("dpo", "train.loss_type=aot", "loss_type='aot' cannot be used in private training: it sorts"),
         ("dpo", "train.betta=0.2", "train.betta is unknown; did you mean 'beta'"),
         ("sft", "train.beta=0.2", "train.beta is unknown"),
+        ("sft", "train.assistant_only_loss='yes'", "train.assistant_only_loss must be true or false, got 'yes'"),
         ("sft", "train.packing=true", r"packing=True cannot be used.*pack_rows"),
         ("sft", "train.max_length=9", "train.max_length is not read in a recipe: use data.max_length"),
         ("sft", "train.loss_type=dft", "loss_type='dft' cannot"),

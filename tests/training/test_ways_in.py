@@ -256,7 +256,7 @@ MISTAKES = {
         "unknown key 'privacy.epsilom'; did you mean 'privacy.epsilon'",
     ),
     "missing": ({"privacy": {"clip_norm": 1.0}}, "missing key 'privacy.expected_batch_size'; it has no default"),
-    "value": ({"privacy": {**PRIVACY, "clip_norm": -1}}, "section 'privacy': clip_norm must be > 0, got -1"),
+    "value": ({"privacy": {**PRIVACY, "clip_norm": -1}}, r"privacy\.clip_norm must be at least 1e-12, got -1"),
     "no data": ({"train_dataset": None}, "train_dataset is missing: pass rows"),
     "texts": (
         {"train_dataset": TEXTS},

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dpllm.methods.aggregate.section import AggregateConfig
 from dpllm.methods.aggregate.words import AGGREGATED
 from dpllm.registry import Method
 
 METHOD = Method(
     name="aggregate",
-    section=AggregateConfig,
+    section="dpllm.methods.aggregate.section:AggregateConfig",
     events=("dpllm.methods.aggregate.thresholded:ThresholdedCounts",),
     words=(AGGREGATED,),
     query="dpllm.methods.aggregate.aggregate:QUERY",

@@ -12,8 +12,7 @@ from dpllm import registry
 from dpllm.cli.audit import CanariesFile, Model, Plain, Reference, RunFolder
 from dpllm.cli.common import AsJson, Overrides, command, show, show_json, show_table
 from dpllm.config import RECIPE_FILE, ConfigError
-from dpllm.config.query_recipe import load_query_recipe
-from dpllm.config.recipe import read_raw
+from dpllm.config.recipe_file import load_query_recipe, read_raw
 from dpllm.methods.queries.command import query_command
 
 if TYPE_CHECKING:

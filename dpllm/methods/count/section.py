@@ -5,20 +5,14 @@ Place in the flow: a method section of `dpllm.config.query_recipe`; `dpllm.metho
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Annotated
 
-from dpllm.config import values
-from dpllm.config.topics import Topic
+from dpllm.config.sections import OwnFile, Text, section
 
 
-@dataclass(frozen=True, kw_only=True)
-class CountConfig(Topic):
+@section
+class CountConfig:
     """How the records of each class are counted. The classes are ``data.class_names``, in ``data.columns.label``."""
 
-    file: str = "counts.json"
+    file: Annotated[Text, OwnFile(".json")] = "counts.json"
     """Name of the released file, in the run's folder."""
-
-    def __post_init__(self) -> None:
-        """Check every value."""
-        super().__post_init__()
-        values.own_file("file", self.file, ".json")

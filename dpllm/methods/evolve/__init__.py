@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dpllm.methods.evolve.section import EvolveConfig
 from dpllm.methods.evolve.words import EVOLUTION
 from dpllm.registry import Method
 
 METHOD = Method(
     name="evolve",
-    section=EvolveConfig,
+    section="dpllm.methods.evolve.section:EvolveConfig",
     words=(EVOLUTION,),
     query="dpllm.methods.evolve.evolving:QUERY",
     show_plan="dpllm.methods.queries.command:show_query_plan",

@@ -9,13 +9,12 @@ share of it (`shares`) and secure aggregation shows the server only the sum (`se
 
 from __future__ import annotations
 
-from dpllm.methods.federated.section import FederateConfig
 from dpllm.registry import Method
 
 METHOD = Method(
     name="federate",
     command="federated",
-    section=FederateConfig,
+    section="dpllm.methods.federated.section:FederateConfig",
     beside_train=True,
     events=("dpllm.methods.federated.distributed:DistributedStep",),
     noises=("dpllm.methods.federated.distributed:DistributedNoise",),

@@ -5,14 +5,13 @@ Place in the flow: beside tuning and audit, above training and query runs.
 
 from __future__ import annotations
 
-from dpllm.methods.pate.section import TeachConfig
 from dpllm.methods.pate.words import TEACH, TEACH_TOKENS
 from dpllm.registry import Method
 
 METHOD = Method(
     name="teach",
     command="pate",
-    section=TeachConfig,
+    section="dpllm.methods.pate.section:TeachConfig",
     holds_records_out=True,
     words=(TEACH, TEACH_TOKENS),
     query="dpllm.methods.pate.teach:QUERY",

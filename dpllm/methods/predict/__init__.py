@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dpllm.methods.predict.section import PredictConfig
 from dpllm.methods.predict.words import PREDICTED_TEXT
 from dpllm.registry import Method
 
 METHOD = Method(
     name="predict",
-    section=PredictConfig,
+    section="dpllm.methods.predict.section:PredictConfig",
     events=("dpllm.methods.predict.token_draw:TokenDraw",),
     words=(PREDICTED_TEXT,),
     query="dpllm.methods.predict.run:QUERY",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from dpllm.config import ConfigError
 from dpllm.methods.predict.scores import Scoring
-from dpllm.methods.predict.section import PredictedTokens
+from dpllm.methods.predict.section import PredictConfig
 from dpllm.methods.predict.token_draw import TokenDraw
 
 _ORDER = {
@@ -30,8 +30,8 @@ _DIGITS = 6
 class TokenPlan:
     """Groups, clip and temperature, and the tokens that they are charged for.
 
-    >>> from dpllm.methods.predict.section import PredictedTokens
-    >>> TokenPlan.of(PredictedTokens(clip=0.5), 1000, 1, 16.0).scoring.temperature
+    >>> from dpllm.methods.predict.section import PredictConfig
+    >>> TokenPlan.of(PredictConfig(clip=0.5), 1000, 1, 16.0).scoring.temperature
     1.0
     """
 
@@ -54,7 +54,7 @@ class TokenPlan:
         return TokenDraw(noise_multiplier=self.scoring.noise_multiplier)
 
     @classmethod
-    def of(cls, tokens: PredictedTokens, num_units: int, texts_of_group: int, noise: float) -> TokenPlan:
+    def of(cls, tokens: PredictConfig, num_units: int, texts_of_group: int, noise: float) -> TokenPlan:
         """Return the plan with this noise multiplier, or slightly more where a number is rounded.
 
         Args:
@@ -104,7 +104,7 @@ class TokenPlan:
         return num_units // self.scoring.units * self.texts_of_group
 
 
-def plan_tokens(tokens: PredictedTokens, num_units: int, noise_for: Callable[[int], float]) -> TokenPlan:
+def plan_tokens(tokens: PredictConfig, num_units: int, noise_for: Callable[[int], float]) -> TokenPlan:
     """Return the plan with the fewest texts of one group.
 
     Every text of a group costs its units more, and texts of other groups cost them nothing. So each group makes one

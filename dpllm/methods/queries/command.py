@@ -20,7 +20,7 @@ import dpllm
 from dpllm import registry
 from dpllm.cli.common import show, show_json
 from dpllm.config.output_folder import check_output_folder
-from dpllm.config.query_recipe import load_query_recipe
+from dpllm.config.recipe_file import load_query_recipe
 from dpllm.config.shipped import recipe_file
 
 if TYPE_CHECKING:

@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from dpllm.config import PRETRAINED_FOLDER, ConfigError, Recipe, load_recipe, save_recipe
-from dpllm.config.recipe import recipe_to_dict, refuse_trainer
+from dpllm.config.recipe import refuse_trainer
+from dpllm.config.recipe_file import recipe_to_dict
 from dpllm.config.tasks import TASKS
 from dpllm.config.versions import code_version
 from dpllm.data.rows import load_train_and_eval, unit_index_of

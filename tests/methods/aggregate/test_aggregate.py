@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from dpllm.cli.program import app
 from dpllm.config import ConfigError
-from dpllm.config.query_recipe import load_query_recipe
+from dpllm.config.recipe_file import load_query_recipe
 from dpllm.methods.aggregate import aggregate as module
 from dpllm.methods.aggregate.aggregate import ask_groups, charge_name, plan_aggregate
 from dpllm.methods.predict.asking import Asker

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from dpllm.cli.program import app
 from dpllm.config import ConfigError
-from dpllm.config.query_recipe import load_query_recipe, method_in
+from dpllm.config.recipe_file import load_query_recipe, method_in
 from dpllm.data.rows import DataError
 from dpllm.data.units import UnitIndex
 from dpllm.methods.count import counting

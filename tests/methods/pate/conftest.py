@@ -1,6 +1,6 @@
 import pytest
 
-from dpllm.config.query_recipe import load_query_recipe
+from dpllm.config.recipe_file import load_query_recipe
 from dpllm.methods.pate.prepare import prepare
 from tests.methods.pate.school import write_recipe, write_token_recipe
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dpllm.config import ConfigError
-from dpllm.config.query_recipe import load_query_recipe
+from dpllm.config.recipe_file import load_query_recipe
 from dpllm.methods.pate import classroom as rooms
 from dpllm.methods.pate import completing, trainings
 from dpllm.methods.pate import teach as teaching

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dpllm.config import ConfigError
-from dpllm.config.query_recipe import load_query_recipe
+from dpllm.config.recipe_file import load_query_recipe
 from dpllm.data.records import DataError
 from dpllm.methods.pate.prepare import prepare
 from dpllm.methods.pate.votes import CHECKS, LABELS, TOKENS

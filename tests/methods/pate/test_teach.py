@@ -9,7 +9,7 @@ import torch
 from transformers.utils import logging
 
 from dpllm.config import ConfigError
-from dpllm.config.query_recipe import load_query_recipe
+from dpllm.config.recipe_file import load_query_recipe
 from dpllm.methods.attacks.answers import run_trials
 from dpllm.methods.pate import classroom as rooms
 from dpllm.methods.pate import labelling, trainings

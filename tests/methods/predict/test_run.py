@@ -11,7 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from dpllm.cli.program import app
-from dpllm.config.query_recipe import load_query_recipe
+from dpllm.config.recipe_file import load_query_recipe
 from dpllm.data.records import DataError
 from dpllm.methods.attacks.answers import run_trials
 from dpllm.methods.predict import run as module

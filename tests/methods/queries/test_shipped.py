@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from dpllm.cli.program import app
 from dpllm.cli.recipes import described
 from dpllm.config import ConfigError
-from dpllm.config.query_recipe import load_query_recipe, method_in
+from dpllm.config.recipe_file import load_query_recipe, method_in
 from dpllm.methods.queries.command import query_command
 from dpllm.registry import method, query_sections
 
