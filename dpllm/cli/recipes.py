@@ -34,9 +34,19 @@ def recipes(
     copy: Annotated[
         bool, typer.Option("--copy", help="Copy it; with all also the launch files. No file is replaced.")
     ] = False,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON schema of all keys, by which editors complete them.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """List the shipped recipes, print one, or copy it to be changed."""
+    if schema:
+        from dpllm.config.schema import recipe_schema
+        from dpllm.config.train_values import OWN
+        from dpllm.training.arguments import train_schema
+
+        show_json(recipe_schema({**{name: {} for name in OWN}, **train_schema()}))
+        return
     known = shipped_recipes()
     if copy:
         if name is None:

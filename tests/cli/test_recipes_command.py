@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import jsonschema
 import pytest
 from typer.testing import CliRunner
 
@@ -10,6 +11,7 @@ import dpllm
 from dpllm.cli.program import app
 from dpllm.config import load_recipe
 from dpllm.config.shipped import shipped_recipes
+from dpllm.config.yaml12 import read_yaml
 
 ROOT = Path(__file__).parents[2]
 
@@ -78,3 +80,14 @@ def test_a_mistake_names_the_remedy(words, error):
 def test_the_version():
     """`dpllm --version`."""
     assert CliRunner().invoke(app, ["--version"]).stdout == f"dpllm {dpllm.__version__}\n"
+
+
+def test_the_schema_accepts_every_shipped_recipe_and_refuses_an_unknown_key():
+    """An editor that has it completes keys, and marks one that dpllm would refuse."""
+    result = call("--schema")
+    assert result.exit_code == 0
+    validator = jsonschema.Draft202012Validator(json.loads(result.stdout))
+    for file in shipped_recipes().values():
+        recipe = read_yaml(file.read_text(encoding="utf-8"))
+        assert not list(validator.iter_errors(recipe)), file
+        assert list(validator.iter_errors({**recipe, "modle": "x"})), file
