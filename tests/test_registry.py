@@ -50,7 +50,7 @@ assert "ε" in call("plan", "recipe.yaml") and "matches its ledger" in call("ver
 assert "unknown key 'federate'" in call("plan", "recipe.yaml", "federate={}", code=2)
 assert "installed methods: none" in call("plan", "recipe.yaml", "count={}", code=2)
 assert "quickstart" in call("recipes")
-assert "'label counts' belongs to no installed method" in call("verify", "counts", code=2)
+assert "no installed method defines the release 'label counts'" in call("verify", "counts", code=2)
 try:
     from_fields({"event": "token draw", "noise_multiplier": 1.0})
 except ValueError as error:

@@ -314,7 +314,7 @@ def _data_settings(data: DataConfig, max_length: Setting, wishes: Wishes) -> lis
         for key, about in columns_in(type(form)).items()
         if not about.optional or getattr(form, key) != getattr(usual, key)
     }
-    implied = DataConfig(path=data.path, max_length=2, columns=columns).format == data.format
+    implied = type(DataConfig(path=data.path, max_length=2, columns=columns).form) is type(form)
     protected = (
         "Each record is protected by itself. If one person may have several records, protect all records of a person "
         "together: unit: the column of their ids."
