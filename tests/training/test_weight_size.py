@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 
 from dpllm.config import ConfigError, ModelConfig
 from dpllm.models.load import load_model, load_tokenizer
-from dpllm.planning import weight_size
+from dpllm.training import weight_size
 from dpllm.training.weight_size import size_of_model, size_of_parameters
 from tests.small_model import save_small_model
 
