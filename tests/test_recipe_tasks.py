@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -73,7 +74,7 @@ def test_a_recipe_with_a_head_runs_to_its_report(tmp_path, capsys, task, peft):
     path = recipe_of(tmp_path, task, RECORDS[task], {"adapter": peft})
     finetune.run(load_recipe(path))
     output, printed = tmp_path / "out", capsys.readouterr().out
-    assert f"held-out {METRIC[task]} after" in printed and "ε = " in printed
+    assert re.search(rf"held-out {METRIC[task]} +[\d.e+-]+ → [\d.e+-]+\n", printed) and "ε = " in printed
     report = json.loads((output / "privacy_report.json").read_text(encoding="utf-8"))
     assert list(report["utility"]) == ["hardware"] and "evaluation on private rows" in json.dumps(report)
     kept = json.loads((output / "not_for_release" / "utility.json").read_text(encoding="utf-8"))

@@ -61,7 +61,7 @@ def prepare(
     """
     from dpllm.audit.prepare import CanaryOptions, read_prefixes
     from dpllm.audit.prepare import prepare as prepare_audit
-    from dpllm.training.proposals import complete_recipe
+    from dpllm.config import load_recipe
 
     options = CanaryOptions(
         num=canaries,
@@ -74,7 +74,7 @@ def prepare(
         temperature=temperature,
         num_candidates=candidates,
     )
-    prepared = prepare_audit(complete_recipe(config, overrides or ()), output, options)
+    prepared = prepare_audit(load_recipe(config, overrides or ()), output, options)
     show(_values(prepared), _rows(prepared), f"Audit of {config}", as_json)
 
 
@@ -174,7 +174,7 @@ def gradient(
     from rich.progress import Progress
 
     from dpllm.audit.gradient_recipe import Settings, audit_recipe
-    from dpllm.training.proposals import complete_recipe
+    from dpllm.config import load_recipe
 
     settings = Settings(
         blocks=blocks,
@@ -190,7 +190,7 @@ def gradient(
     quiet = as_json or process_number("RANK") > 0
     with Progress(console=Console(stderr=True), disable=quiet, transient=True) as progress:
         task = progress.add_task("blocks", total=blocks)
-        result = audit_recipe(complete_recipe(config, overrides or []), settings, lambda: progress.advance(task))
+        result = audit_recipe(load_recipe(config, overrides or []), settings, lambda: progress.advance(task))
     if result is None:
         return
     if output is not None:

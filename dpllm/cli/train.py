@@ -49,7 +49,7 @@ def train(
     if launch.config is not None:
         from dpllm.training.proposals import proposals  # here once, and not in each process
 
-        found = [setting.override for setting in proposals(recipe, overrides or (), download=True)]
+        found = [setting.override for setting in proposals(recipe, overrides or (), to_train=True)]
         for one in found:
             say(f"proposed: {one}")
         raise typer.Exit(attend(launch.command(recipe, [*(overrides or ()), *found]), launch.environment))

@@ -128,7 +128,7 @@ def carry_out(recipe: str | Path, overrides: Sequence[str]) -> None:
         if not torch.accelerator.is_available():  # accelerate imports DeepSpeed, which would log its choice of the CPU
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         find_deepspeed_config(shipped_root())
-        found = proposals(recipe, overrides, download=True)
+        found = proposals(recipe, overrides, to_train=True)
         for setting in found:
             console.print(f"proposed: {setting.override}", markup=False)
         whole = load_recipe(recipe, [*overrides, *(setting.override for setting in found)])

@@ -19,6 +19,7 @@ from dpllm.data.rows import load_train_and_eval, unit_index_of
 from dpllm.data.units import UnitIndex
 from dpllm.models.starting_point import refuse_private_start
 from dpllm.privacy import defaults
+from dpllm.training.preflight import check_recipe
 from dpllm.training.settings import Setting
 from dpllm.training.suggested_run import RATE, suggested_run
 from dpllm.training.weight_size import WeightSize, size_of_model
@@ -28,22 +29,22 @@ _GOES_WITH_THE_RATE = ("privacy.noise", "train.average", "train.warmup_steps")
 _WEIGHTS = ("*.json", "*.safetensors")
 
 
-def complete_recipe(path: str | Path, overrides: Sequence[str] = (), download: bool = False) -> Recipe:
+def complete_recipe(path: str | Path, overrides: Sequence[str] = (), to_train: bool = False) -> Recipe:
     """Return the recipe of a file with the settings that it leaves out; as `dpllm.config.load_recipe` otherwise.
 
     Args:
         path: a file, or the name of a shipped recipe.
         overrides: dotted assignments.
-        download: as for `proposals`.
+        to_train: as for `proposals`.
 
     Raises:
         ConfigError: as `load_recipe`, or a setting that is left out cannot be computed.
     """
-    found = proposals(path, overrides, download)
+    found = proposals(path, overrides, to_train)
     return load_recipe(path, [*overrides, *(setting.override for setting in found)])
 
 
-def proposals(path: str | Path, overrides: Sequence[str] = (), download: bool = False) -> tuple[Setting, ...]:
+def proposals(path: str | Path, overrides: Sequence[str] = (), to_train: bool = False) -> tuple[Setting, ...]:
     """Return the settings that a recipe leaves out, with their reasons; none for a recipe that has them all.
 
     Batch size and steps follow from N. A recipe without a learning rate gets the one of the rule for its model, its
@@ -53,7 +54,8 @@ def proposals(path: str | Path, overrides: Sequence[str] = (), download: bool = 
     Args:
         path: a file, or the name of a shipped recipe.
         overrides: dotted assignments, which count as settings of the recipe.
-        download: whether to fetch the weights of a model of the Hub, of which the learning rate is computed.
+        to_train: whether the recipe will be trained now: its output folder is checked too, and the weights of a model
+            of the Hub are fetched, from which the learning rate is computed.
 
     Raises:
         ConfigError: the recipe cannot be read, or the weights of its model are not on this machine.
@@ -68,6 +70,7 @@ def proposals(path: str | Path, overrides: Sequence[str] = (), download: bool = 
     by_rule = lacks(RATE) and recipe.train.get("trainer") != "dpo" and recipe.privacy.noise_multiplier != 0
     if not (lacks(_BATCH) or lacks(_STEPS, "train.num_train_epochs") or by_rule):
         return ()
+    check_recipe(recipe, to_train)  # before a record is read
     refuse_private_start(recipe.model.name, recipe.model.start_is_independent)
     units = unit_index_of(load_train_and_eval(recipe.data, recipe.privacy)[0], recipe.privacy)
     found += _batch_and_steps(recipe, units, lacks)
@@ -80,7 +83,7 @@ def proposals(path: str | Path, overrides: Sequence[str] = (), download: bool = 
             )
         known = load_recipe(path, [*overrides, *(setting.override for setting in found)])
         run = suggested_run(known, units)
-        rate = run.rate_for(_size(recipe.model, download))
+        rate = run.rate_for(_size(recipe.model, to_train))
         found.append(rate)
         found += [one for one in run.settings if one.key in _GOES_WITH_THE_RATE and lacks(one.key)]
     return tuple(found)

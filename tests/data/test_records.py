@@ -250,7 +250,7 @@ class TestHeldOut:
 
     def test_a_split_of_a_local_file_is_refused(self, path):
         """A local file has one split, so a second one cannot be held out of it by name."""
-        with pytest.raises(ConfigError, match=r"held-out records as data\.eval"):
+        with pytest.raises(ConfigError, match=r"data\.eval\.split='test'"):
             load_train_and_eval(config(path=path, eval={"split": "test"}))
 
 

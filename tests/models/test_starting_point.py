@@ -263,7 +263,7 @@ def test_an_adapter_that_was_trained_before_is_an_open_point(tmp_path, monkeypat
     second = trainer(tmp_path / "b", loaded)
     second.train()
     (point,) = points(second)
-    assert "The adapter 'default' was trained before this run: its lora_B is not that of a new one" in point
+    assert "The adapter 'default' was trained before this run" in point
     resumed = trainer(tmp_path / "a", new(), args=saving)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.ledger.num_steps == 4 and points(first) == points(resumed) == []

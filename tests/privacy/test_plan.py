@@ -210,7 +210,7 @@ def test_rows_drawn_singly_are_planned_over_rows() -> None:
     whole = make_plan(privacy(), num_units=1000, num_steps=50)
     assert plan.epsilon > epsilon([(whole.event, 50)], plan.delta)
     assert ("rows, each drawn and clipped separately", "1,000") in format_plan(plan)
-    calibrated = make_plan(by_example(noise_multiplier=None, target_epsilon=5), 500, 50, 1000)
+    calibrated = make_plan(by_example(noise_multiplier=None, epsilon=5), 500, 50, 1000)
     assert 4.99 < calibrated.epsilon <= 5
 
 
@@ -244,9 +244,9 @@ def test_a_run_stops_before_the_step_that_would_exceed_the_budget() -> None:
     [
         (
             {"on_budget": "error"},
-            r'500 steps at noise_multiplier=1 cost ε = .* of them stay within.*on_budget="stop"',
+            r'500 steps at noise_multiplier=1 cost ε = .* of them would stay within.*on_budget="stop"',
         ),
-        ({"epsilon": 0.01}, "only 0 of them stay within.*or increase it"),
+        ({"epsilon": 0.01}, "0 of them would stay within it"),
     ],
 )
 def test_a_budget_that_does_not_suffice_is_refused(change: dict[str, Any], match: str) -> None:

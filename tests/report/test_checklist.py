@@ -77,7 +77,7 @@ def test_people_settle_only_what_they_are_asked_to_check(report: PrivacyReport) 
     assert after.settled_points[0].in_words == "Each is a record (settled on 23 November 2026 by A. Meyer)"
     other = next(at for at, point in enumerate(asked.open_points, 1) if point.startswith("Not filled in"))
     for answer, words in (
-        (f"{other}=fine", "a statement cannot settle point"),
+        (f"{other}=fine", "not settled by a statement"),
         ("99=fine", "names point 99"),
         ("0=fine", "names point 0"),
         (f"{place}= ", "must be the number of an open point"),

@@ -320,7 +320,7 @@ def test_no_other_optimizer_takes_its_place(tmp_path):
 
     run = small_trainer(tmp_path / "subclass", args=arguments(tmp_path / "subclass", optim_args=LOW_PASSED))
     run.create_optimizer = lambda *_: setattr(run, "optimizer", torch.optim.SGD(run.model.parameters(), lr=1.0))
-    with pytest.raises(ConfigError, match="optimizer SGD"):
+    with pytest.raises(ConfigError, match="optimizer is SGD"):
         run.train()
     assert run.ledger.num_steps == 0
 

@@ -40,7 +40,7 @@ class LeftOver:
 @pytest.mark.parametrize("batch", [1, 4])
 def test_a_collator_that_carries_tokens_on_is_refused(batch, tmp_path):
     """The same row again and again shows nothing: the row before is then always itself."""
-    with pytest.raises(IndependenceError, match="collated"):
+    with pytest.raises(IndependenceError, match="collator"):
         trainer(tmp_path, llama(), batch=batch, data_collator=LeftOver()).train()
     assert read_ledger(tmp_path / LEDGER_FILE).num_steps == 1
 

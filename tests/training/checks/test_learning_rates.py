@@ -116,7 +116,7 @@ class Halving(transformers.TrainerCallback):
 def test_a_callback_of_a_trainer_that_changes_the_rate_is_refused_before_the_update(tmp_path):
     """Its own schedule is known when the run is attached."""
     run = trainer(tmp_path, callbacks=[Halving()])
-    with pytest.raises(WatchError, match=r"learning rate of step 2 is 0\.00375, .* has 0\.0075"):
+    with pytest.raises(WatchError, match=r"learning rate of step 2 is 0\.00375, .* planned 0\.0075"):
         run.train()
     assert read_ledger(tmp_path / LEDGER_FILE).notes.rates == [(1, "0.01")]
 
@@ -128,7 +128,7 @@ def test_a_rate_set_at_the_start_of_training_is_refused(tmp_path):
         def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
             optimizer.param_groups[0]["lr"] = 0.5
 
-    with pytest.raises(WatchError, match=r"learning rate of step 1 is 0\.5, .* has 0\.01"):
+    with pytest.raises(WatchError, match=r"learning rate of step 1 is 0\.5, .* planned 0\.01"):
         trainer(tmp_path, callbacks=[Found()]).train()
 
 
@@ -183,7 +183,7 @@ def test_a_loop_that_names_its_scheduler_has_its_rates_compared(tmp_path):
         if step == 1:
             before = [p.clone() for p in model.parameters()]
             optimizer.param_groups[0]["lr"] = 0.06
-            with pytest.raises(WatchError, match=r"step 2 is 0\.06, .* has 0\.05"):
+            with pytest.raises(WatchError, match=r"step 2 is 0\.06, .* planned 0\.05"):
                 optimizer.step()
             assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
         else:
