@@ -238,7 +238,7 @@ def test_a_recipe_runs_on_a_tiny_model(path, tmp_path, capsys):
         assert re.search(rf"held-out {name} +[\d.e+]+ → [\d.e+]+\n", printed), name
     for words in (
         "ε = ",
-        "privacy_report.md",
+        "dpllm verify ",
         "training.png",
     ):
         assert words in printed

@@ -424,7 +424,7 @@ def test_a_statement_needs_an_open_point_an_author_and_words_of_ones_own(tmp_pat
         ({point: "what was checked"}, "A. Meyer", "the statement is 'what was checked'"),
         ({point: "Only we see them."}, "name and role", "the name of the person who checked it is 'name and role'"),
         ({other: "fine"}, "A. Meyer", "no open point of .* that a statement settles"),
-        ({"something": "fine"}, "A. Meyer", "'something' is not an open point"),
+        ({"something": "fine"}, "A. Meyer", "'something' is no open point"),
         ({point: " "}, "A. Meyer", "the statement is empty"),
         ({point: "Only we see them."}, "", "the name of the person who checked it is empty"),
     ):
