@@ -84,7 +84,7 @@ def test_keys_of_reading_are_given_as_in_a_recipe(model):
     data = load_recipe("recipe.yaml").data
     assert (data.field, data.missing, data.format) == ("data", "drop", "classification")
     Path("recipe.yaml").unlink()
-    assert "privacy.delta: init takes data.path" in refused("reviews.json", "privacy.delta=1e-6", "--yes")
+    assert "privacy.delta: init takes data." in refused("reviews.json", "privacy.delta=1e-6", "--yes")
 
 
 def test_a_folder_without_a_split_train_is_trained_on(model):
