@@ -173,6 +173,8 @@ def epsilon(
     if best_of is not None:
         _tuning(step, steps, delta, best_of, best_of_runs, values, rows)
     if compare:
+        if not as_json and (best_of is not None or target is not None):
+            show(values, rows, "Cost of the run" if target is None else "The least noise for the target", as_json)
         _show_comparison(step, steps, delta, adjacency, values, as_json)
         return
     _cross_check(step, steps, delta, values, rows)

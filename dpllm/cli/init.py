@@ -16,7 +16,7 @@ import typer
 from dpllm.cli.common import command, listed, show_table, wrapped
 from dpllm.config.formats.catalogue import FORMATS
 from dpllm.config.formats.record_format import TextLabel, columns_in
-from dpllm.config.values import between, choice, integer, nearest
+from dpllm.config.values import between, choice, flag, integer, nearest, number
 
 if TYPE_CHECKING:
     from dpllm.config import DataConfig
@@ -156,14 +156,27 @@ class _Given:
         model = {"name": model} if isinstance(model, str) else model
         if records is not None and data.get("path", records) != records:
             raise ValueError(f"the private records are given twice, {records} and data.path={data['path']}")
-        adapter = model.get("adapter", False)
+        unknown = [key for key in model if f"model.{key}" not in known]
+        if unknown:
+            raise ValueError(f"model.{unknown[0]}: init takes {', '.join(one for one in known if one[:5] == 'model')}")
+        adapter = model.get("adapter", {})
+        if adapter is not None and not isinstance(adapter, dict):
+            raise ValueError(
+                f"model.adapter must be a mapping such as {{r: 16}}, or null for all weights, got {adapter!r}"
+            )
+        flag("model.start_is_independent", model.get("start_is_independent", False))
+        columns = data.get("columns") or {}
+        if not isinstance(columns, dict) or not all(one is None or isinstance(one, str) for one in columns.values()):
+            raise ValueError(f"data.columns must be names of columns such as {{text: note}}, got {columns!r}")
+        if (epsilon := privacy.get("epsilon")) is not None:
+            number("privacy.epsilon", epsilon)
         if isinstance(adapter, dict) and (strange := [key for key in adapter if key != "r"]):
             raise ValueError(f"model.adapter.{strange[0]}: init takes the rank r, and computes the rest")
         rank = adapter.get("r") if isinstance(adapter, dict) else None
         made = cls(
             path=records or data.get("path"),
             reading={key: value for key, value in data.items() if key in READING},
-            columns=data.get("columns") or {},
+            columns=columns,
             form=data.get("format"),
             classes=data.get("class_names", model.get("num_labels")),
             max_length=data.get("max_length"),

@@ -51,6 +51,8 @@ class HeldOut:
                 "eval.share holds records out of the training split, and eval.path and eval.split name others: give "
                 "one of them"
             )
+        if self.public and not self.any:
+            raise ConfigError("eval.public declares public records: add eval.path or eval.split, where they are")
         if self.public and self.share is not None:
             raise ConfigError(
                 "eval.public declares public records, but eval.share holds out private records of the same people: "
@@ -71,6 +73,8 @@ class HeldOut:
         if isinstance(given, str):
             if is_number_in_quotes(given):
                 raise ConfigError(f"eval is {given!r}, a share in quotes: write it without them")
+            if not given.strip() or given.rstrip().endswith("%"):
+                raise ConfigError(f"eval is {given!r}: write a share as 0.05, or the path of held-out records")
             return cls(path=given)
         if isinstance(given, bool) or not isinstance(given, int | float):
             raise ConfigError(

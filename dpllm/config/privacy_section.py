@@ -36,7 +36,10 @@ STOPS = ("planned", "independent")
 GRADIENTS = ("ghost", "per_unit", "auto")
 UNUSED_PARAMETERS = ("error", "freeze")
 
-_NO_UNIT = "each record is a unit: name the column of the units (data.columns.unit), or leave it out"
+_NO_UNIT = (
+    "each record is a unit: name the column of the units (data.columns.unit; in Python PrivacyConfig(unit=…)), or "
+    "leave it out"
+)
 _NOT_POISSON = (
     *("shuffle", "shuffled", "random", "epoch", "sequential", "fixed", "fixed-size", "fixed_size"),
     *("balls-in-bins", "balls_in_bins", "without-replacement", "without_replacement"),

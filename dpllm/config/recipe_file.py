@@ -96,6 +96,7 @@ def read_raw(path: str | Path, overrides: Sequence[str] = ()) -> RawRecipe:
     for override in overrides:
         apply_override(made, override)
         made.source.overrides[override.partition("=")[0].strip()] = override
+    _refuse_epochs_without_effect(made, made.source.overrides)
     if isinstance(made.get("model"), str):
         made["model"] = _SHORT["model"](made["model"])
     return made
@@ -135,7 +136,35 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
         place = place[part]
         if not isinstance(place, dict):
             raise ConfigError(f"override {override!r}: '{'.'.join(parts[: depth + 1])}' is a value, not a section")
+    if place.get(parts[-1]) is not value:
+        _refuse_lost_unit(raw, parts, value, override)
     place[parts[-1]] = value
+
+
+def _refuse_lost_unit(raw: Mapping[str, Any], parts: Sequence[str], value: Any, override: str) -> None:
+    """Refuse a mapping that replaces the column of the units by nothing without a word: fewer would be protected."""
+    columns = (raw.get("data") or {}).get("columns") if isinstance(raw.get("data"), Mapping) else None
+    unit = columns.get(UNIT) if isinstance(columns, Mapping) else None
+    if unit is None or parts not in (["data"], ["data", "columns"]):
+        return
+    inside = (
+        value if parts == ["data", "columns"] else (value or {}).get("columns") if isinstance(value, dict) else None
+    )
+    if not isinstance(inside, Mapping) or UNIT not in inside:
+        raise ConfigError(
+            f"override {override!r} replaces the whole mapping and drops data.columns.{UNIT}={unit}, so single records "
+            f"would be protected. Override one column, such as data.columns.text=note, or add {UNIT}: {unit}; "
+            f"{UNIT}: null protects single records"
+        )
+
+
+def _refuse_epochs_without_effect(raw: Mapping[str, Any], overrides: Mapping[str, str]) -> None:
+    """Refuse a number of epochs that the number of steps hides: TrainingArguments would ignore it."""
+    train, override = raw.get("train"), overrides.get("train.num_train_epochs")
+    if override is None or not isinstance(train, Mapping) or train.get("num_train_epochs") is None:
+        return
+    if (steps := train.get("max_steps")) not in (None, -1):
+        raise ConfigError(f"override {override} has no effect while train.max_steps={steps}: add train.max_steps=")
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -215,8 +244,8 @@ def build(section: type[_Section], raw: Mapping[str, Any], source: Source, name:
     prefix, known = f"{name}." if name else "", [*fields, *of_methods]
     for key in raw:
         if key not in known:
-            close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.6)
-            hint = f"did you mean '{prefix}{close[0]}'? " if close else ""
+            close = _likely(str(key), known, prefix)
+            hint = f"did you mean '{close}'? " if close else ""
             methods = f"; installed methods: {registry.installed()}" if section is Recipe else ""
             raise ConfigError(
                 f"{source.at(f'{prefix}{key}')}: unknown key '{prefix}{key}'; {hint}Known here: {', '.join(known)}"
@@ -240,6 +269,19 @@ def build(section: type[_Section], raw: Mapping[str, Any], source: Source, name:
     except ConfigError as error:
         path, words = with_section(str(error), name, section)
         raise ConfigError(f"{source.at(path)}: {f'section {name!r}: ' if path == name != '' else ''}{words}") from error
+
+
+def _likely(key: str, known: Sequence[str], prefix: str) -> str | None:
+    """Return the dotted key that an unknown one stands for, if one is likely.
+
+    >>> _likely("eval_path", ["path", "eval"], "data."), _likely("text_column", ["columns"], "data.")
+    ('data.eval', 'data.columns.text')
+    """
+    if key == UNIT or key.endswith("_column"):
+        return f"data.columns.{key.removesuffix('_column')}"
+    longer = next((f"{prefix}{one}" for one in known if key.startswith(f"{one}_")), None)
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    return longer or (f"{prefix}{close[0]}" if close else None)
 
 
 def recipe_to_dict(recipe: Recipe) -> dict[str, Any]:

@@ -67,6 +67,8 @@ def proposals(path: str | Path, overrides: Sequence[str] = (), to_train: bool = 
     def lacks(*keys: str) -> bool:
         return all(_value(raw, key) is None for key in keys)
 
+    if recipe.beside:  # a method has settings of its own
+        return ()
     by_rule = lacks(RATE) and recipe.train.get("trainer") != "dpo" and recipe.privacy.noise_multiplier != 0
     if not (lacks(_BATCH) or lacks(_STEPS, "train.num_train_epochs") or by_rule):
         return ()
@@ -82,10 +84,12 @@ def proposals(path: str | Path, overrides: Sequence[str] = (), to_train: bool = 
                 "train.optim out"
             )
         known = load_recipe(path, [*overrides, *(setting.override for setting in found)])
-        run = suggested_run(known, units)
+        run = suggested_run(known, units, own_noise=not lacks("privacy.noise"))
         rate = run.rate_for(_size(recipe.model, to_train))
         found.append(rate)
         found += [one for one in run.settings if one.key in _GOES_WITH_THE_RATE and lacks(one.key)]
+        if not lacks("train.lr_scheduler_type"):
+            found = [one for one in found if one.key != "train.warmup_steps"]
     return tuple(found)
 
 

@@ -104,12 +104,13 @@ class Suggested:
         ]
 
 
-def suggested_run(recipe: Recipe, units: UnitIndex) -> Suggested:
+def suggested_run(recipe: Recipe, units: UnitIndex, own_noise: bool = False) -> Suggested:
     """Return the suggested run for a recipe.
 
     Args:
         recipe: its data, model, guarantee, batch size and number of steps are kept.
         units: index of the rows of each unit.
+        own_noise: whether the recipe's noise is kept, whatever it is.
 
     Raises:
         ConfigError: the recipe is of a private tuning, or its run has no noise.
@@ -129,7 +130,7 @@ def suggested_run(recipe: Recipe, units: UnitIndex) -> Suggested:
     steps = num_private_steps(training_arguments(to_plan(recipe.train)), privacy, population)
     settings = [*_optimizer(recipe), *_schedule(recipe, steps)]
     train = {**recipe.train, **{item.key.removeprefix("train."): item.value for item in settings}}
-    noise, kept = _noise_to_choose_from(recipe)
+    noise, kept = (privacy.noise, "The recipe's.") if own_noise else _noise_to_choose_from(recipe)
     chosen = dataclasses.replace(
         recipe, train=train, privacy=dataclasses.replace(privacy, noise=noise, clip_norm=CLIP_NORM)
     )

@@ -243,3 +243,22 @@ def test_records_without_a_value_are_asked_about_before_the_model(model, termina
         return
     asked(["classification", "", "", "record", "", "", ""], *given)
     assert load_recipe("recipe.yaml").data.missing == "drop"
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "model.adapter=false",
+        "model.adapter=8",
+        "model={name: x, dtype: bfloat16}",
+        "model.start_is_independent=yes",
+        "privacy.epsilon='8'",
+        "data.columns=text",
+        "data.columns.unit=[a]",
+    ],
+)
+def test_a_value_that_init_would_ignore_is_refused(word):
+    """With its key; the recipe would train something else than was asked for."""
+    Path("a.jsonl").write_text('{"text": "a note"}\n' * 300)
+    key = "model.dtype" if "dtype" in word else word.partition("=")[0].removesuffix(".unit")
+    assert key in refused("a.jsonl", word, "--yes")

@@ -446,3 +446,32 @@ def test_an_error_names_the_override_that_made_it(recipe_path: Path) -> None:
         with pytest.raises(ConfigError, match=re.escape(f"{recipe_path}, override {override}: ")) as found:
             load_recipe(recipe_path, [override])
         assert "must be" in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("data.columns={text: note}", r"data\.columns\.unit=who"),
+        ("data.columns=", r"data\.columns\.unit=who"),
+        ("data={path: x}", r"data\.columns\.unit=who"),
+        ("train.num_train_epochs=50", r"num_train_epochs=50.*max_steps=4"),
+        ("data.eval={public: true}", r"eval\.public"),
+        ("data.eval=5%", "data.eval.*5%"),
+        ("data.eval_path=a", r"did you mean 'data\.eval'"),
+        ("data.text_column=a", r"did you mean 'data\.columns\.text'"),
+        ("privacy.unit_column=a", r"did you mean 'data\.columns\.unit'"),
+    ],
+)
+def test_an_override_changes_nothing_that_it_does_not_name(tmp_path: Path, override: str, words: str) -> None:
+    """No unit is lost with a mapping, no setting is hidden by another, and a hint never names another thing."""
+    file = tmp_path / "recipe.yaml"
+    file.write_text(
+        "model: {config: {model_type: gpt2}}\ndata: {path: x.csv, columns: {text: a, unit: who}}\n"
+        "privacy: {epsilon: 8}\ntrain: {output_dir: out, max_steps: 4}\n",
+        encoding="utf-8",
+    )
+    with pytest.raises(ConfigError, match=words):
+        load_recipe(file, [override])
+    assert load_recipe(file, ["data.columns={text: note, unit: null}"]).privacy.unit is None
+    assert load_recipe(file, ["data.columns.text=note"]).privacy.unit == "who"
+    assert load_recipe(file, ["train.max_steps=", "train.num_train_epochs=5"]).train["num_train_epochs"] == 5

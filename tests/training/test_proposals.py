@@ -116,3 +116,21 @@ def test_a_trainer_takes_the_batch_of_the_rule(tmp_path: Path) -> None:
     trainer = dpllm.DPTrainer(LlamaForCausalLM(tiny_llama_config()), args, dpllm.PrivacyConfig(epsilon=8), rows)
     assert trainer.plan.expected_batch_size == defaults.batch_and_steps(300)[0]
     assert trainer.plan.epsilon <= 8 and trainer.plan.delta == pytest.approx(1 / 3000)
+
+
+@kills(
+    "the rate is that of other noise than the recipe's",
+    "dpllm/training/proposals.py",
+    'own_noise=not lacks("privacy.noise")',
+    "own_noise=False",
+)
+def test_the_rate_is_that_of_the_recipes_own_noise(recipe: str) -> None:
+    """Independent noise takes a rate several times smaller than correlated noise."""
+    own = values(recipe, "privacy.noise=independent")["train.learning_rate"]
+    assert own < 0.7 * values(recipe)["train.learning_rate"]
+    assert "privacy.noise" not in values(recipe, "privacy.noise=independent")
+
+
+def test_a_method_beside_train_gets_no_settings_of_a_training(recipe: str) -> None:
+    """A federated server has an optimizer of its own."""
+    assert proposals(recipe, ["federate={}"]) == ()
