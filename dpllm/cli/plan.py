@@ -34,10 +34,9 @@ def plan(recipe: RecipePath, overrides: Overrides = None, as_json: AsJson = Fals
     load_recipe(recipe, overrides or ())  # a mistake is named before the rest, which takes seconds
     if not as_json:
         typer.echo(f"planning {recipe}: loading the libraries, then the records")
-    from dpllm.training.proposals import proposals
+    from dpllm.training.proposals import complete_recipe
 
-    found = proposals(recipe, overrides or ())
-    whole = load_recipe(recipe, [*(overrides or ()), *(setting.override for setting in found)])
+    whole, found = complete_recipe(recipe, overrides or ())
     _show_plan(recipe, plan_of(whole), found, as_json)
 
 

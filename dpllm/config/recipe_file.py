@@ -136,8 +136,7 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
         place = place[part]
         if not isinstance(place, dict):
             raise ConfigError(f"override {override!r}: '{'.'.join(parts[: depth + 1])}' is a value, not a section")
-    if place.get(parts[-1]) is not value:
-        _refuse_lost_unit(raw, parts, value, override)
+    _refuse_lost_unit(raw, parts, value, override)
     place[parts[-1]] = value
 
 

@@ -30,7 +30,6 @@ from dpllm.config import (
     ModelConfig,
     PrivacyConfig,
     Recipe,
-    load_recipe,
     save_recipe,
 )
 from dpllm.config.launched import check_numbers, note_exit_code, process_number
@@ -73,7 +72,7 @@ from dpllm.training.held_out import HeldOut, HeldOutRows
 from dpllm.training.ledger_notes import OWN_TOKENIZER, PrivateSources
 from dpllm.training.pair_losses import HeldOutPairs
 from dpllm.training.preflight import PLAIN, check_recipe
-from dpllm.training.proposals import proposals
+from dpllm.training.proposals import complete_recipe
 from dpllm.training.public_stage import start_in, train_on_public_text
 from dpllm.training.resume import RunCompletedError, begin_in, cut_short, steps_words, to_go_on
 from dpllm.training.screen import Phases
@@ -128,10 +127,9 @@ def carry_out(recipe: str | Path, overrides: Sequence[str]) -> None:
         if not torch.accelerator.is_available():  # accelerate imports DeepSpeed, which would log its choice of the CPU
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         find_deepspeed_config(shipped_root())
-        found = proposals(recipe, overrides, to_train=True)
+        whole, found = complete_recipe(recipe, overrides, to_train=True)
         for setting in found:
             console.print(f"proposed: {setting.override}", markup=False)
-        whole = load_recipe(recipe, [*overrides, *(setting.override for setting in found)])
         code, together = run(whole), True
     except RunCompletedError as done:
         console.print(str(done), markup=False)

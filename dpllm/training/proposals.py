@@ -29,8 +29,10 @@ _GOES_WITH_THE_RATE = ("privacy.noise", "train.average", "train.warmup_steps")
 _WEIGHTS = ("*.json", "*.safetensors")
 
 
-def complete_recipe(path: str | Path, overrides: Sequence[str] = (), to_train: bool = False) -> Recipe:
-    """Return the recipe of a file with the settings that it leaves out; as `dpllm.config.load_recipe` otherwise.
+def complete_recipe(
+    path: str | Path, overrides: Sequence[str] = (), to_train: bool = False
+) -> tuple[Recipe, tuple[Setting, ...]]:
+    """Return the recipe of a file with the settings that it leaves out, and these; else as `dpllm.config.load_recipe`.
 
     Args:
         path: a file, or the name of a shipped recipe.
@@ -41,7 +43,7 @@ def complete_recipe(path: str | Path, overrides: Sequence[str] = (), to_train: b
         ConfigError: as `load_recipe`, or a setting that is left out cannot be computed.
     """
     found = proposals(path, overrides, to_train)
-    return load_recipe(path, [*overrides, *(setting.override for setting in found)])
+    return load_recipe(path, [*overrides, *(setting.override for setting in found)]), found
 
 
 def proposals(path: str | Path, overrides: Sequence[str] = (), to_train: bool = False) -> tuple[Setting, ...]:

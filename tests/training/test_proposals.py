@@ -58,7 +58,7 @@ def test_what_is_left_out_follows_from_the_number_of_units(recipe: str) -> None:
     assert {"train.learning_rate", "privacy.noise", "train.average"} <= set(found)
     people = values(recipe, "data.columns.unit=who")
     assert (people["privacy.expected_batch_size"], people["train.max_steps"]) == defaults.batch_and_steps(200)
-    whole = complete_recipe(recipe)
+    whole, _ = complete_recipe(recipe)
     assert (whole.privacy.expected_batch_size, whole.train["max_steps"]) == (batch, steps)
     assert whole.train["learning_rate"] == found["train.learning_rate"] > 1e-4
 
@@ -84,7 +84,7 @@ def test_what_a_recipe_names_stays(recipe: str, override: str) -> None:
     """A key of the file or of the command line is never proposed, whatever its value."""
     key = override.partition("=")[0]
     assert key not in values(recipe, override)
-    given, whole = load_recipe(recipe, [override]), complete_recipe(recipe, [override])
+    given, (whole, _) = load_recipe(recipe, [override]), complete_recipe(recipe, [override])
     section, _, name = key.partition(".")
     assert (
         whole.train[name] == given.train[name]
@@ -97,7 +97,7 @@ def test_a_recipe_with_everything_is_not_read_further(recipe: str) -> None:
     """Its records may even be missing."""
     whole = ["privacy.expected_batch_size=10", "train.num_train_epochs=2", "train.learning_rate=0.01"]
     assert proposals(recipe, [*whole, "data.path=absent.jsonl"]) == ()
-    assert complete_recipe(recipe, whole) == load_recipe(recipe, whole)
+    assert complete_recipe(recipe, whole) == (load_recipe(recipe, whole), ())
 
 
 def test_a_rate_is_not_proposed_for_an_optimizer_without_a_rule(recipe: str) -> None:

@@ -11,7 +11,7 @@ import typer
 from dpllm import registry
 from dpllm.cli.audit import CanariesFile, Model, Plain, Reference, RunFolder
 from dpllm.cli.common import AsJson, Overrides, command, show, show_json, show_table
-from dpllm.config import RECIPE_FILE, ConfigError
+from dpllm.config import RECIPE_FILE, ConfigError, load_recipe
 from dpllm.config.recipe_file import load_query_recipe, read_raw
 from dpllm.methods.queries.command import query_command
 
@@ -251,9 +251,7 @@ def _plan_of_recipe(recipe: str, overrides: list[str]) -> QueryPlan | PrivacyPla
         from dpllm.methods.federated.probe import plan_of_recipe
 
         typer.echo("note: reading the records, for the number of clients", err=True)
-        from dpllm.training.proposals import complete_recipe
-
-        return plan_of_recipe(complete_recipe(recipe, overrides))
+        return plan_of_recipe(load_recipe(recipe, overrides))
     read = load_query_recipe(recipe, overrides)
     known = query_command(read.method)
     typer.echo(f"note: {known.reading}, for their number", err=True)
