@@ -232,7 +232,8 @@ def test_a_training_is_one_of_the_product_with_the_plans_mechanism(path, tmp_pat
     options = ["--dataset", "words", "--epsilon", "9", "--delta", "1e-4", "--num-units", "2000"]
     command(["budget", "create", str(budget), *options])
     two = [*FIXED, "privacy.noise={kind: banded, bands: 2}"]
-    best = ["train.save_strategy=best", "train.metric_for_best_model=loss", "data.eval.public=true"]
+    held_out = f"data.eval={{path: {tmp_path}/held_out.jsonl, public: true}}"
+    best = ["train.save_strategy=best", "train.metric_for_best_model=loss", held_out]
     run = suggested(path, *two, *best, f"privacy.budget_file={budget}", "privacy.clipping=automatic")
     section = public_section(run.recipe, f"{tmp_path}/public.jsonl")
     material = load_material(run.recipe, section, tmp_path / "start", [])
