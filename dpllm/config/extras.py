@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
+import sys
 
 from dpllm.config.values import ConfigError
 
@@ -27,8 +29,14 @@ PACKAGES = {"mauve": "mauve-text", "faiss": "faiss-cpu", "sklearn": "scikit-lear
 
 
 def hush() -> None:
-    """Let bitsandbytes, which peft imports in every run, log errors only: its kernels for 4 bits are rarely used."""
+    """Keep the libraries' lines out of a run's output. Call it before tqdm is imported.
+
+    bitsandbytes, which peft imports in every run where it is installed, logs errors only: its kernels for 4 bits are
+    rarely used. Bars that go to a file or a pipe are drawn twice a minute; TQDM_MININTERVAL sets another interval.
+    """
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_MININTERVAL", "30")
 
 
 def require(extra: str, purpose: str) -> None:

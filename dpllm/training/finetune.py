@@ -232,11 +232,15 @@ def run_in(recipe: Recipe, args: TrainingArguments, phases: Phases, began: float
         phases.say(model_words(recipe, trainer.model))
     before.held_out, before.trainer = held_out if not resume else None, trainer
     trainer.add_callback(End(phases))
-    trainer.add_callback(WhenAttached(lambda: phases.say(trainer.rehearsal or "")))
     trainer.declared_points, trainer.notes = start.declared, noted(recipe)
     add_sources(trainer.sources, recipe, start, train_records, eval_records)
-    if args.should_save:  # not earlier: a refused resume leaves the folder unchanged
-        trainer.add_callback(WhenAttached(lambda: note_start(recipe, trainer, output)))
+
+    def attached() -> None:
+        phases.say(trainer.rehearsal or "")
+        if args.should_save:  # not earlier: a refused resume leaves the folder unchanged
+            note_start(recipe, trainer, output)
+
+    trainer.add_callback(WhenAttached(attached))
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     phases.end()
     if trainer.interrupted_by is not None:
