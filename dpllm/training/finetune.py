@@ -382,10 +382,14 @@ def read(
 
 def plan_words(plan: PrivacyPlan) -> str:
     """Return the guarantee and the steps of a plan in one line; `dpllm plan` prints all numbers."""
-    unit = "user" if plan.unit == "user" else "record"
-    draws = "rows" if plan.sampling == "example" else f"{unit}s"
+    draws = "rows" if plan.sampling == "example" else f"{unit_word(plan)}s"
     size = f"{plan.num_steps:,} steps of {plan.expected_batch_size:,} {draws} on average"
-    return f"{plan.guarantee} for each {unit} · {size} · σ {plan.noise_multiplier:.4g}, C {plan.clip_norm:g}"
+    return f"{plan.guarantee} for each {unit_word(plan)} · {size} · σ {plan.noise_multiplier:.4g}, C {plan.clip_norm:g}"
+
+
+def unit_word(plan: PrivacyPlan) -> str:
+    """Return the unit of a plan in the words of the phases and of the summary."""
+    return "user" if plan.unit == "user" else "record"
 
 
 def model_words(recipe: Recipe, model: Any) -> str:
@@ -519,7 +523,7 @@ def finish(
     phases.end()
     summary = [
         *held_out_rows(before, after),
-        ("guarantee", f"{trainer.guarantee} for each {recipe.privacy.protects} of {plan.num_units:,}"),
+        ("guarantee", f"{trainer.guarantee} for each {unit_word(plan)} of {plan.num_units:,}"),
     ]
     show(f"done in {time.monotonic() - began:.0f} s: {output}", [*summary, *results(trainer, picture)])
 

@@ -10,6 +10,7 @@ does not cover, so it goes to a terminal only; output that is redirected to a fi
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -189,7 +190,7 @@ class StepProgress(ProgressCallback):
     def _epsilon_now(self, now: float, state: TrainerState) -> str:
         """Return ε, recomputed at the end and whenever that takes a small share of the time; else with its step."""
         if now >= self._next or state.global_step >= state.max_steps:
-            self._spent, self._counted = _words(epsilon_to_log(self._epsilon())), state.global_step
+            self._spent, self._counted = _words(self._epsilon()), state.global_step
             self._next = now + _SHARE * (time.time() - now)
         return self._spent if self._counted == state.global_step else f"{self._spent} after step {self._counted}"
 
@@ -213,4 +214,4 @@ def progress_of(callbacks: Iterable[Any]) -> Progress:
 
 
 def _words(epsilon: float) -> str:
-    return f"ε {format_epsilon(epsilon)}"
+    return f"ε {epsilon_to_log(epsilon):.4g}" if math.isfinite(epsilon) else f"ε {format_epsilon(epsilon)}"
