@@ -35,6 +35,7 @@ from dpllm.config.train_values import WARM_UP
 from dpllm.config.yaml12 import read_yaml
 from dpllm.methods.federated.section import FederateConfig
 from dpllm.training.arguments import train_schema
+from dpllm.training.preflight import check_values
 
 PRIVACY: dict[str, Any] = {"epsilon": 8, "delta": 1e-6, "clip_norm": 1, "expected_batch_size": 64}
 USERS: dict[str, Any] = {"unit": "id", "max_rows_per_unit": 3}
@@ -342,6 +343,8 @@ def test_saved_recipe_loads_equal(recipe_path: Path, tmp_path: Path) -> None:
         ("privacy.unit=id", r"unknown key 'privacy.unit'; the column .* is data\.columns\.unit"),
         ("privacy.delta=2", r"privacy\.delta must be less than 1, got 2"),
         ("model=3", "'model' must be a mapping"),
+        ("microbatch=512", r"tokens, pack.*microbatch\.tokens=512"),
+        ("privacy=8", r"privacy\.epsilon=8"),
         ("model.name.x=gpt2", "'model.name' is a value, not a section"),
         ("privacy.delta", "must read key=value"),
         ("privacy.delta={", "not valid YAML"),
@@ -449,10 +452,40 @@ def test_an_error_names_the_override_that_made_it(recipe_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("overrides", "blamed"),
+    [
+        (["privacy.epsilon=3", "privacy={epsilon: -1}"], 1),
+        (["privacy={epsilon: -1}", "privacy.epsilon=-2"], 1),
+        (["data.eval.path=null", "privacy.delta=1e-7"], 0),
+        (["privacy.epsilon=null", "data.max_length=9"], 0),
+        (["privacy.epsilon=null", "privacy.noise_multiplier=1", "privacy.noise_multiplier="], 2),
+        (["data.eval.public=true", "data.eval={public: true}", "data.max_length=9"], 1),
+        (["data.eval.public=true", "data.max_length=0"], 1),
+        (["train.max_step=3", "train.max_steps=4"], 0),
+        (["train.max_steps=4", "train.optim_args=momentum=1"], 1),
+        (["model.adapter.r=4", "model.adapter={bias: some}"], 1),
+        (["data.max_length=9", "train.eval_strategy=steps"], 1),
+    ],
+)
+def test_the_override_that_causes_an_error_is_named(recipe_path: Path, overrides: list[str], blamed: int) -> None:
+    """The last that wrote the key at fault, or the one with which the error appears; errors of libraries too."""
+    recipe_path.write_text(
+        RECIPE.replace("max_length: 128}", "max_length: 128, eval: {path: dev.jsonl, public: true}}")
+    )
+    with pytest.raises(ConfigError, match=re.escape(f"{recipe_path}, override {overrides[blamed]}: ")):
+        check_values(load_recipe(recipe_path, [*overrides, "train.output_dir=out"]))
+    recipe_path.write_text(recipe_path.read_text().replace("epsilon: 8", "epsilon: -8"))
+    with pytest.raises(ConfigError, match=r"line 8: .*epsilon"):
+        load_recipe(recipe_path, ["data.max_length=9", "data.eval.public=true"])
+
+
+@pytest.mark.parametrize(
     ("override", "words"),
     [
         ("data.columns={text: note}", r"data\.columns\.unit=who"),
-        ("data.columns=", r"data\.columns\.unit=who"),
+        ("data.columns=", r"data\.columns\.unit.*data\.columns=null"),
+        ("data.columns=null", r"data\.columns\.unit=who"),
+        ("train=", r"train\.output_dir.*train=null"),
         ("data={path: x}", r"data\.columns\.unit=who"),
         ("train.num_train_epochs=50", r"num_train_epochs=50.*max_steps=4"),
         ("data.eval={public: true}", r"eval\.public"),
