@@ -8,8 +8,8 @@ not true, 8.5 is no whole number; a whole number is taken for a float.
 from __future__ import annotations
 
 import functools
-import numbers
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, NoReturn, TypeVar, dataclass_transform
 
@@ -46,13 +46,14 @@ class Why(str):
     """The reason for an upper bound and the remedy, at the end of the error of a value beyond it."""
 
 
-def _plain(value: Any) -> Any:
-    """Return numbers of NumPy and the like as Python's own; anything else as it is."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        return value
-    if isinstance(value, numbers.Integral):
-        return int(value)
-    return float(value)
+def _python_values(value: Any) -> Any:
+    """Return NumPy's scalars as Python's, in mappings and lists too; anything else as it is."""
+    numpy = sys.modules.get("numpy")  # without it there are none
+    if numpy is not None and isinstance(value, numpy.generic):
+        return value.item()
+    if type(value) is dict:
+        return {_python_values(key): _python_values(one) for key, one in value.items()}
+    return [_python_values(one) for one in value] if type(value) is list else value
 
 
 def _text(value: str) -> str:
@@ -68,8 +69,8 @@ def _names(value: Any) -> Any:
     return dict(value)
 
 
-Number = Annotated[float, BeforeValidator(_plain)]
-Whole = Annotated[int, BeforeValidator(_plain)]
+Number = float
+Whole = int
 Count = Annotated[Whole, Field(ge=1)]
 Share = Annotated[Number, Field(ge=0, lt=1)]
 Text = Annotated[str, AfterValidator(_text)]
@@ -102,7 +103,7 @@ def section(cls: type[_Section]) -> type[_Section]:
     @functools.wraps(init)
     def checked(self: Any, **given: Any) -> None:
         try:
-            init(self, **given)
+            init(self, **{key: _python_values(value) for key, value in given.items()})
         except ValidationError as error:
             raise_first(error, made)
 

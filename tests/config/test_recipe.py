@@ -72,6 +72,26 @@ def test_whole_numbers_become_floats() -> None:
     assert type(config.expected_batch_size) is int
 
 
+def test_numpy_scalars_are_python_numbers(tmp_path: Path) -> None:
+    """In every section, in lists and mappings too, so that the recipe can be written; kinds stay strict."""
+    recipe = Recipe(
+        model=ModelConfig(name="gpt2", adapter={"r": np.int64(8)}, trust_remote_code=np.bool_(True)),
+        data=DataConfig(path=np.str_("x"), max_length=np.int32(8), eval=np.float32(0.25)),
+        privacy=PrivacyConfig(epsilon=np.float32(8), clip_norm=np.float16(0.5), noise={"kind": "banded", "bands": 2}),
+        train={"learning_rate": np.float64(0.5), "bf16": np.bool_(False), "max_steps": np.int8(3)},
+        microbatch=Microbatch(tokens=np.int64(512), pack=np.True_),
+    )
+    assert recipe.privacy.epsilon == 8.0 and recipe.data.eval == HeldOut(share=0.25) and recipe.model.trust_remote_code
+    assert {type(value) for value in recipe.train.values()} >= {float, bool, int} and recipe.microbatch.pack is True
+    save_recipe(recipe, tmp_path / "recipe.yaml")
+    assert load_recipe(tmp_path / "recipe.yaml") == recipe
+    for wrong in ({"max_length": np.float32(8)}, {"max_length": np.bool_(True)}, {"limit": np.array([3])}):
+        with pytest.raises(ConfigError, match="must be a whole number"):
+            DataConfig(**{"path": "x", **wrong})
+    with pytest.raises(ConfigError, match="normalize_ids must be true or false"):
+        PrivacyConfig(epsilon=8, normalize_ids=np.int64(1))
+
+
 def test_privacy_config_is_frozen() -> None:
     """A checked configuration cannot be changed afterwards."""
     with pytest.raises(dataclasses.FrozenInstanceError):
