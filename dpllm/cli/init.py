@@ -277,6 +277,10 @@ def _records(ask: _Questions, given: _Given) -> tuple[str, Columns]:
         return path, columns_of(DataConfig(path=path, max_length=2, **given.reading))
 
     path, found = ask.value("RECORDS", given.path, "The private records (file, folder or pattern)", None, check)
+    decided = {"unit"} < given.columns.keys()  # nothing is proposed for the unit, nor for the texts
+    for name, fault in found.faults.items():
+        if name in given.columns.values() or not decided:
+            raise ValueError(f"{fault}. Or name the columns to use: data.columns.text=… and {_UNIT}=… (or null)")
     _show_columns(path, found, _uses(found, given))
     return path, found
 
@@ -343,9 +347,15 @@ def _data(ask: _Questions, path: str, found: Columns, given: _Given) -> DataConf
 
 def _unit(ask: _Questions, given: _Given, found: Columns, section: DataConfig) -> str | None:
     """Return the column of the person's id; None: records are the units."""
+
+    def column(name: Any) -> str:
+        own = _column(section.path, found, name)
+        replace(section, columns={**section.columns, "unit": own})  # which refuses a column of texts
+        return own
+
     if "unit" in given.columns:
         name = given.columns["unit"]
-        return None if name is None else _column(section.path, found, name)
+        return None if name is None else column(name)
     note = (
         "Who is protected: one record by itself, or all records of one person together? If a person may have several "
         "records, name the column of their ids."
@@ -356,7 +366,7 @@ def _unit(ask: _Questions, given: _Given, found: Columns, section: DataConfig) -
         None,
         f"Column with the person's id, or {RECORD}",
         proposal,
-        lambda name: name if name == RECORD else _column(section.path, found, name),
+        lambda name: name if name == RECORD else column(name),
         note,
     )
     alone = answer == RECORD and RECORD not in found.kinds

@@ -185,6 +185,11 @@ class DataConfig:
                 f"columns.{strange[0]}={self.columns[strange[0]]} is not read by format={self.format}, which has the "
                 f"columns {', '.join(known)}: leave one of the two out"
             )
+        if (unit := self.columns.get(UNIT)) in self.form.texts:
+            raise ConfigError(
+                f"columns.unit={unit} is also the column of the {self.form.about}: a unit is identified by an id, such "
+                "as patient_id. Name that column, or leave columns.unit out to protect each record"
+            )
         if self.missing == "drop" and (self.limit is not None or "[" in self.split):
             raise ConfigError(
                 "missing=drop with a limit or a part of a split: N would tell how many private records have no value. "

@@ -143,7 +143,7 @@ class PublicPretrainConfig:
 def _language(given: Any) -> Any:
     for code in given if isinstance(given, list) else [given]:
         if code is not None and not (isinstance(code, str) and is_language(code)):
-            raise ValueError("must be a code such as en, de or pt-BR, or a list of them")
+            raise ValueError("must be a code of BCP 47 such as en, de or pt-BR, or a list of them")
     return given
 
 

@@ -319,11 +319,14 @@ def test_what_people_know_is_noted(folder: Path) -> None:
     given = ["dataset=notes", "trained_by=IT", "license=mit", "language=en, de"]
     last = as_json(["report", "note", str(folder), *given, "base_model=org/base"])
     assert (last["definition"]["dataset"], last["noted"]["language"]) == ("notes", ["en", "de"])
-    assert last["utility"] == {"accuracy on public data": "0.83"} and last["open_points"] == []
+    assert last["utility"] == {"accuracy on public data": 0.83} and last["open_points"] == []
     assert "is no code of a language" in refuse(["report", "note", str(folder), "language=English"])
     for wrong, words in (
         ("0.83", "must be KEY=VALUE"),
         ("utility.=0.83", "name of the figure"),
+        ("utility.accuracy=abc", "utility.accuracy=0.83"),
+        ("utility.accuracy=nan", "finite number"),
+        ("language=xxq", "is no code of a language"),
         ("by=x", "its person"),
         ("holder=x", "did you mean 'data_holder'"),
         ("utility.a=1 utility.a=2", "given twice"),

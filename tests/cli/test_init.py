@@ -87,6 +87,17 @@ def test_keys_of_reading_are_given_as_in_a_recipe(model):
     assert "privacy.delta: init takes data." in refused("reviews.json", "privacy.delta=1e-6", "--yes")
 
 
+@pytest.mark.parametrize("repeated", ["note", "patient_id"])
+def test_a_name_that_two_columns_have_is_an_error(repeated):
+    """Nobody is protected less because the column of the ids was dropped."""
+    names = ["note", "patient_id", repeated]
+    rows = [",".join([" ".join(WORDS[:5]), f"p{n % 30}", f"q{n % 7}"]) for n in range(120)]
+    Path("twice.csv").write_text("\n".join([",".join(names), *rows]))
+    assert f"two columns are named '{repeated}'" in refused("twice.csv", "model=m", "--yes")
+    assert f"'{repeated}'" in refused("twice.csv", "model=m", f"data.columns.text={repeated}", "data.columns.unit=null")
+    assert "is also the column" in refused("notes.jsonl", "model=m", "data.columns.text=note", "data.columns.unit=note")
+
+
 def test_a_folder_without_a_split_train_is_trained_on(model):
     """By the split that the recipe names, in each part of the run that looks at the files."""
     for name in ("dev", "test"):

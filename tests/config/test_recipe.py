@@ -159,6 +159,16 @@ def test_the_format_follows_from_the_columns(columns: dict[str, str], format: st
     }
 
 
+@pytest.mark.parametrize(
+    "columns", [{"text": "note", "unit": "note"}, {"unit": "text"}, {"prompt": "q", "completion": "a", "unit": "q"}]
+)
+def test_a_text_is_no_unit(columns: dict[str, str]) -> None:
+    """Texts that differ in a letter would be two people."""
+    with pytest.raises(ConfigError, match=f"columns.unit={columns['unit']} is also the column of"):
+        DataConfig(path="x.jsonl", columns=columns)
+    assert DataConfig(path="x.jsonl", columns={"text": "q", "label": "who", "unit": "who"}).column("unit") == "who"
+
+
 def test_the_unit_of_a_recipe_is_a_column(recipe_path: Path, tmp_path: Path) -> None:
     """It is written in ``data.columns`` alone, and both sections have it."""
     plain = load_recipe(recipe_path)
@@ -206,8 +216,9 @@ def test_what_people_know_about_a_release_is_a_section(tmp_path: Path) -> None:
     assert recipe_to_dict(recipe)["release"]["audience"] is None
     languages = load_recipe(path, ["release.language=[en, pt-BR]", "release.license=mit"]).release
     assert languages == ReleaseConfig(language=["en", "pt-BR"], license="mit")
-    with pytest.raises(ConfigError, match="language must"):
-        load_recipe(path, ["release.language=English"])
+    for code in ("English", "xxq", "[en, qqq]"):
+        with pytest.raises(ConfigError, match="language must"):
+            load_recipe(path, [f"release.language={code}"])
     with pytest.raises(ConfigError, match="audience"):
         load_recipe(path, ["release.audience=3"])
     with pytest.raises(ConfigError, match=r"release\.audiance"):
