@@ -238,6 +238,10 @@ def test_compare_prints_every_method() -> None:
     assert methods["PLD, dp_accounting"] == pytest.approx(4.8137, abs=1e-3)
     assert methods["Rényi"] == pytest.approx(5.2960, abs=1e-3)
     assert methods["basic composition"] > methods["advanced composition"] > methods["zCDP"] > methods["PLD"]
+    target = ["epsilon", "--target", "8", "--delta", "1e-5", "--sampling-rate", "0.1", "--steps", "3", "--compare"]
+    values = as_json(target)
+    shown = run(target)
+    assert values["target_epsilon"] == 8 and f"{values['noise_multiplier']:.6g}" in shown and "Rényi" in shown
     table = run([*EPSILON, "--compare"])
     assert all(name in table for name in ("PLD", "dp_accounting", "Rényi", "zCDP", "4.8137", "upper bound"))
 
