@@ -109,7 +109,7 @@ class Command(TyperCommand):
         parts = [
             self._usage(ctx),
             wrapped(str(self.help or "")),
-            listed([*rows, *panels_in_rows(panels)]),
+            listed([*rows, *((name, " ".join(options)) for name, options in panels.items())]),
             *([listed(more)] if more else []),
             "\n".join(example_lines(str(self.epilog or "").splitlines())),
         ]
@@ -156,11 +156,6 @@ def example_lines(examples: Sequence[str]) -> list[str]:
     room = WIDTH - len("example: ")
     lines = [one if len(one) <= room else " \\\n           ".join(_fold(one, room - 4)) for one in examples]
     return [f"{'example:' if place == 0 else '        '} {line}" for place, line in enumerate(lines)]
-
-
-def panels_in_rows(panels: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
-    """Return a row for each group of options that share a line of a help screen."""
-    return [(name, " ".join(options)) for name, options in panels.items()]
 
 
 def one_line_errors(command: _Command) -> _Command:

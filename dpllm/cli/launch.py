@@ -29,7 +29,7 @@ from dpllm.config.yaml12 import read_yaml
 if TYPE_CHECKING:
     from dpllm.config import Recipe
 
-_LAUNCHED = ("RANK", "LOCAL_RANK", "ACCELERATE_MIXED_PRECISION")
+_LAUNCHED = ("RANK", "LOCAL_RANK", "ACCELERATE_MIXED_PRECISION")  # by accelerate, torchrun or DeepSpeed
 _FREE = 0.9
 """Share of a GPU's memory that a computed footprint may fill: context, fragmentation and buffers are not counted."""
 _MEMORY = (
@@ -100,11 +100,6 @@ class Launch:
         return [*launcher, "-m", "dpllm.training", "--config", recipe, *overrides]
 
 
-def is_launched() -> bool:
-    """Return whether this process was itself started by a launcher: accelerate, torchrun or DeepSpeed."""
-    return any(name in os.environ for name in _LAUNCHED)
-
-
 def is_first() -> bool:
     """Return whether this is the process that prints: the only one, or rank 0.
 
@@ -129,7 +124,7 @@ def choose(recipe: Recipe, config: str | None, processes: int | None, machine: M
     """
     if processes is not None:
         integer("--processes", processes, 1)
-    if is_launched():
+    if any(name in os.environ for name in _LAUNCHED):
         if config is not None or processes is not None:
             raise ConfigError(
                 "this process was started by a launcher, which has chosen the engine and the processes: leave --config "

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import datasets
 
 from dpllm.config import ConfigError, DataConfig, ModelConfig, RecordFormat
-from dpllm.config.formats.catalogue import formats_of
+from dpllm.config.formats.catalogue import TextFormat, formats_of
 from dpllm.config.formats.record_format import Completion, Text, TextLabel
-from dpllm.config.formats.text import TextFormat
 from dpllm.config.query_recipe import QueryRecipe
 from dpllm.data.records import load_records, load_train_and_eval
 from dpllm.data.rows import num_labels_of, unit_index_of
