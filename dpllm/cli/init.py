@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import shlex
 import sys
@@ -16,7 +17,7 @@ import typer
 from dpllm.cli.common import command, listed, show_table, wrapped
 from dpllm.config.formats.catalogue import FORMATS
 from dpllm.config.formats.record_format import TextLabel, columns_in
-from dpllm.config.values import between, choice, flag, integer, nearest, number
+from dpllm.config.values import choice, integer, nearest
 
 if TYPE_CHECKING:
     from dpllm.config import DataConfig
@@ -136,8 +137,9 @@ class _Given:
         Raises:
             ValueError: a key is none that init takes, a value is out of range, or two contradict each other.
         """
+        from dpllm.config import DataConfig, ModelConfig, PrivacyConfig
         from dpllm.config.data_section import READING
-        from dpllm.config.recipe_file import apply_override
+        from dpllm.config.recipe_file import apply_override, build
 
         others = ("path", "columns", "format", "class_names", "max_length", "eval")
         known = [f"data.{name}" for name in (*READING, *others)]
@@ -153,27 +155,30 @@ class _Given:
                 )
             apply_override(raw, word)
         data, model, privacy = raw.get("data", {}), raw.get("model", {}), raw.get("privacy", {})
-        model = {"name": model} if isinstance(model, str) else model
+        model = model if isinstance(model, dict) else {"name": model}
         if records is not None and data.get("path", records) != records:
             raise ValueError(f"the private records are given twice, {records} and data.path={data['path']}")
         unknown = [key for key in model if f"model.{key}" not in known]
         if unknown:
             raise ValueError(f"model.{unknown[0]}: init takes {', '.join(one for one in known if one[:5] == 'model')}")
-        adapter = model.get("adapter", {})
-        if adapter is not None and not isinstance(adapter, dict):
-            raise ValueError(
-                f"model.adapter must be a mapping such as {{r: 16}}, or null for all weights, got {adapter!r}"
-            )
-        flag("model.start_is_independent", model.get("start_is_independent", False))
-        columns = data.get("columns") or {}
+        if isinstance(data.get("eval"), str | dict):
+            raise ValueError("data.eval: init takes a share of the units, or null; set a path in the recipe it writes")
+        columns, rows, epsilon = data.get("columns") or {}, privacy.get("max_rows_per_unit"), privacy.get("epsilon")
         if not isinstance(columns, dict) or not all(one is None or isinstance(one, str) for one in columns.values()):
             raise ValueError(f"data.columns must be names of columns such as {{text: note}}, got {columns!r}")
-        if (epsilon := privacy.get("epsilon")) is not None:
-            number("privacy.epsilon", epsilon)
-        if isinstance(adapter, dict) and (strange := [key for key in adapter if key != "r"]):
+        if rows is not None and "unit" in columns and columns["unit"] is None:
+            raise ValueError(f"privacy.max_rows_per_unit belongs to people, and {_UNIT}=null protects single records")
+        plain = {key: value for key, value in data.items() if key not in ("path", "columns", "format", "class_names")}
+        build(DataConfig, {**plain, "path": "records", "eval": data.get("eval") or None}, "data")
+        read = build(ModelConfig, {**model, "name": model.get("name") or "model"}, "model")
+        build(
+            PrivacyConfig, {"unit": "column", **privacy, "epsilon": EPSILON if epsilon is None else epsilon}, "privacy"
+        )
+        if strange := [key for key in read.adapter or {} if key != "r"]:
             raise ValueError(f"model.adapter.{strange[0]}: init takes the rank r, and computes the rest")
-        rank = adapter.get("r") if isinstance(adapter, dict) else None
-        made = cls(
+        if (rank := (read.adapter or {}).get("r")) is not None:
+            integer("model.adapter.r", rank, 1)
+        return cls(
             path=records or data.get("path"),
             reading={key: value for key, value in data.items() if key in READING},
             columns=columns,
@@ -182,36 +187,13 @@ class _Given:
             max_length=data.get("max_length"),
             held_out=(data["eval"] or 0.0) if "eval" in data else None,
             model=model.get("name"),
-            adapter=None if "adapter" not in model else adapter is not None,
+            adapter=None if "adapter" not in model else model["adapter"] is not None,
             rank=rank,
-            start_is_independent=model.get("start_is_independent") is True,
-            epsilon=privacy.get("epsilon"),
-            rows=privacy.get("max_rows_per_unit"),
+            start_is_independent=read.start_is_independent,
+            epsilon=epsilon,
+            rows=rows,
             output_dir=raw.get("train", {}).get("output_dir"),
         )
-        made.check()
-        return made
-
-    def check(self) -> None:
-        """Check ranges and combinations.
-
-        Raises:
-            ValueError: a value is out of range, or contradicts another one.
-        """
-        if self.epsilon is not None:
-            _epsilon(self.epsilon)
-        if self.rows is not None:
-            integer("privacy.max_rows_per_unit", self.rows, 1)
-        if self.rows is not None and "unit" in self.columns and self.columns["unit"] is None:
-            raise ValueError(f"privacy.max_rows_per_unit belongs to people, and {_UNIT}=null protects single records")
-        if self.rank is not None:
-            integer("model.adapter.r", self.rank, 1)
-        if self.max_length is not None:
-            integer("data.max_length", self.max_length, 2)
-        if isinstance(self.held_out, str | dict):
-            raise ValueError("data.eval: init takes a share of the units, or null; set a path in the recipe it writes")
-        if self.held_out is not None:
-            between("data.eval", self.held_out, 0, 1, below=True)
 
 
 @dataclass(frozen=True)
@@ -538,13 +520,12 @@ def _class_names(given: Any) -> int | list[str]:
 
 
 def _epsilon(value: Any) -> float:
-    from dpllm.mechanism.limits import MAX_TARGET_EPSILON
+    from dpllm.config import PrivacyConfig
+    from dpllm.config.recipe_file import build
 
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"ε must be a number such as 8, got {value!r}") from None
-    return between("privacy.epsilon", number, 0, MAX_TARGET_EPSILON, above=True)
+    with contextlib.suppress(TypeError, ValueError):  # an answer is a text
+        value = float(value)
+    return float(build(PrivacyConfig, {"epsilon": value}, "privacy").epsilon or 0)
 
 
 def _checked_output(path: Any) -> Path:

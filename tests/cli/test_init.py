@@ -142,7 +142,11 @@ def test_questions_have_proposals_and_are_asked_again(model, terminal):
     shown = asked(answers)
     assert "got 'poem'" in shown and "no column 'nota'; did you mean 'note'? It has note_id" in shown
     assert "nowhere.jsonl: no such file" in shown and shown.count("give a name") == 2
-    assert "there is no such folder" in shown and "must be > 0" in shown and "a recipe's name ends in .yaml" in shown
+    assert (
+        "there is no such folder" in shown
+        and "must be greater than 0" in shown
+        and "a recipe's name ends in .yaml" in shown
+    )
     assert "[patient_id]" in shown and "[note]" in shown and "[8.0]" in shown
     recipe = load_recipe("x.yaml")
     assert recipe.privacy.protects == "sequence" and recipe.privacy.epsilon == 3
@@ -177,7 +181,7 @@ def test_columns_that_are_given_decide_the_format(model):
         (["notes.jsonl", "data.eval=held_out.jsonl"], "takes a share"),
         (["notes.jsonl", "model.adapter={r: 4, bias: all}"], "model.adapter.bias"),
         (["notes.jsonl"], "model is missing"),
-        (["absent.jsonl", "privacy.epsilon=0"], "privacy.epsilon must be > 0"),
+        (["absent.jsonl", "privacy.epsilon=0"], "privacy.epsilon must be greater than 0"),
         (["notes.jsonl", "--output", "notes.jsonl"], "a recipe's name ends in .yaml"),
         (["notes.jsonl", "--output", "there.yaml"], "exists already"),
     ],
