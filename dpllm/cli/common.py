@@ -1,4 +1,4 @@
-"""Shared parts of all commands: their help screens, options, output, and errors in one line."""
+"""What all commands share: help screens, options, output, and errors in one line."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def command(*examples: str) -> Callable[[_Command], _Command]:
 
 
 def add(app: typer.Typer, function: Callable[..., None], name: str | None = None) -> None:
-    """Add a decorated function as a command; without a name of its own it is called like the function."""
+    """Add a decorated function as a command; the default name is that of the function."""
     paragraphs = (inspect.getdoc(function) or "").split("\n\n")
     app.command(
         function.__name__ if name is None else name,
@@ -64,7 +64,7 @@ OWN = "(own)"
 
 
 class Group(TyperGroup):
-    """Commands of one topic. With one named `OWN`, words that name no other command are the words of that one."""
+    """Commands of one topic. A command named `OWN` gets all arguments that begin with no other command's name."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Put `OWN` before words that name no command."""

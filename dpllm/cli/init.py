@@ -1,4 +1,4 @@
-"""`dpllm init`: a recipe for one's own records, from the columns of the file, a few answers and rules."""
+"""`dpllm init`: write a recipe for the user's records, from their columns, a few answers, and rules."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ class _Given:
 
 @dataclass(frozen=True)
 class _Questions:
-    """Asks for a value that no key gives; where nobody can answer it takes the proposal.
+    """Asks for values that the command line lacks, or takes the proposals where nobody can answer.
 
     Attributes:
         asks: whether somebody answers.
@@ -364,7 +364,7 @@ def _unit(ask: _Questions, given: _Given, found: Columns, section: DataConfig) -
 
 
 def _without_missing(ask: _Questions, found: Columns, section: DataConfig, of_user: str | None) -> DataConfig:
-    """Return the section with what happens to records that lack a value; it is asked where the first records do."""
+    """Return the section with ``missing``; ask for it if one of the first records lacks a value."""
     from dpllm.config.data_section import MISSING
 
     needed = [*section.form.required, *([] if of_user is None else [of_user])]

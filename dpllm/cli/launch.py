@@ -1,8 +1,7 @@
-"""The launcher of `dpllm train`: which engine and how many processes, and the wait for them.
+"""Choose the engine and the number of processes for `dpllm train`, start the processes, and wait for them.
 
-Place in the flow: between the command and the program (`dpllm.training.finetune`). The processes are started by
-``accelerate launch``, as `launch/local.sh` does; a run of one process needs no launcher. torch is imported only where
-the machine is looked at, so that a command can print before.
+``accelerate launch`` starts the processes, as in `launch/local.sh`; a run of one process needs no launcher. Only
+`Machine.here` imports torch, so that the command can print its first line before.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        """Look at this machine; imports torch."""
+        """Return the accelerators of this machine; imports torch."""
         import torch
 
         if not torch.accelerator.is_available():
@@ -64,7 +63,7 @@ class Machine:
             return cls(count, str(torch.accelerator.current_accelerator()))
         if count == 1:
             return cls(count, torch.cuda.get_device_name(0))
-        # In a process of its own: a launcher must not hold memory of the GPUs that its workers need.
+        # A separate process, because a launcher must not hold memory of the GPUs that its workers need.
         found = subprocess.run([sys.executable, "-c", _MEMORY], capture_output=True, text=True, check=False)
         return cls(count, memory=int(found.stdout) if found.returncode == 0 else None)
 

@@ -1,7 +1,6 @@
 """The section ``data`` of a recipe: where the records are, and how a record becomes rows.
 
-Place in the flow: a part of `dpllm.config.recipe`; `dpllm.data` reads the records. ``public_pretrain.data`` has the
-same keys.
+`dpllm.data` reads the records. ``public_pretrain.data`` has the same keys.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ LONG_RECORDS = ("truncate", "split")
 TXT_RECORDS = ("line", "paragraph", "file")
 MISSING = ("error", "drop")
 READING = ("name", "split", "encoding", "delimiter", "field", "txt_records", "missing")
-"""Keys of the section that say how the records are read."""
+"""Keys of the section that determine how the files are parsed."""
 
 
 @section

@@ -1,7 +1,7 @@
 """Values that the Hub accepts in a card's metadata, and the files that it stores elsewhere.
 
-Place in the flow: under the recipe and `dpllm.report.model_card`. The Hub checks licenses and languages when a card is
-uploaded, so a language is checked before a run is trained, and an unknown license is written as the Hub asks for.
+The Hub validates licenses and languages when a card is uploaded. Languages are therefore checked before the training,
+and an unknown license is written in the form that the Hub expects.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LANGUAGE = re.compile(r"[a-z]{2,3}(-[A-Za-z0-9]{2,8})*|multilingual|code")
 
 
 def license_metadata(license: str | None) -> dict[str, str]:
-    """Return a license as the metadata of a card hold it.
+    """Return the metadata of a card for a license.
 
     >>> license_metadata("mit"), license_metadata("The Clinic's License 1.0"), license_metadata(None)
     ({'license': 'mit'}, {'license': 'other', 'license_name': 'the-clinic-s-license-1.0'}, {})

@@ -1,7 +1,4 @@
-"""Values as JSON has them, which knows no infinity.
-
-Place in the flow: below everything that prints or writes JSON.
-"""
+"""Conversion of values for JSON, which has no infinite numbers."""
 
 from __future__ import annotations
 

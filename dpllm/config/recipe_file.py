@@ -1,8 +1,8 @@
-"""Recipe files: read with overrides, checked by section, and written; each error names the key and its line.
+"""Read recipe files with overrides, check them by section, and write them.
 
-Place in the flow: first. Every value is checked as soon as it is read (`dpllm.config.sections`). An unknown key is an
-error: a misspelt `noise_multiplier` must never be ignored. The sections are imported where a recipe is made: the
-command line's help does not wait for pydantic.
+Every error names the key, its value, and the line or the override that is at fault. Values are checked when they are
+read (`dpllm.config.sections`). An unknown key is an error: a misspelt `noise_multiplier` must never be ignored. The
+functions import the sections, so that the command line's help does not wait for pydantic.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
 
 
 def _refuse_lost_unit(raw: Mapping[str, Any], parts: Sequence[str], value: Any, override: str) -> None:
-    """Refuse a mapping that replaces the column of the units by nothing without a word: fewer would be protected."""
+    """Refuse a mapping that silently drops the column of the units: single records would be protected."""
     columns = (raw.get("data") or {}).get("columns") if isinstance(raw.get("data"), Mapping) else None
     unit = columns.get(UNIT) if isinstance(columns, Mapping) else None
     if unit is None or parts not in (["data"], ["data", "columns"]):
@@ -202,7 +202,7 @@ def _refuse_lost_unit(raw: Mapping[str, Any], parts: Sequence[str], value: Any, 
 
 
 def _refuse_epochs_without_effect(raw: Mapping[str, Any], overrides: Sequence[str]) -> None:
-    """Refuse a number of epochs that the number of steps hides: TrainingArguments would ignore it."""
+    """Refuse num_train_epochs next to max_steps: TrainingArguments would ignore it."""
     train, key = raw.get("train"), "train.num_train_epochs"
     override = next((one for one in reversed(overrides) if one.partition("=")[0].strip() == key), None)
     if override is None or not isinstance(train, Mapping) or train.get("num_train_epochs") is None:
@@ -266,7 +266,7 @@ def _fails(path: str | Path, overrides: Sequence[str], make: Callable[[RawRecipe
 
 
 def _hand_over_unit(raw: RawRecipe) -> None:
-    """Write ``data.columns.unit`` of a file into its section ``privacy``, which reads it.
+    """Copy ``data.columns.unit`` of a file into its section ``privacy``.
 
     Raises:
         ConfigError: the section has a unit of its own.
@@ -361,7 +361,7 @@ def _no_mapping(name: str, section: type, value: Any) -> RecipeError:
 
 
 def _likely(key: str, known: Sequence[str], prefix: str) -> str | None:
-    """Return the dotted key that an unknown one stands for, if one is likely.
+    """Return the known dotted key that is probably meant by an unknown one, or None.
 
     >>> _likely("eval_path", ["path", "eval"], "data."), _likely("text_column", ["columns"], "data.")
     ('data.eval', 'data.columns.text')

@@ -1,7 +1,6 @@
-"""The files that travel with dpllm beside its modules: recipes, accelerate configs and launch scripts.
+"""Find the files that are installed with dpllm: recipes, accelerate configs and launch scripts.
 
-Place in the flow: first, where a command gets the name of a recipe or of an accelerate config. A checkout has these
-folders at its top, and also an editable installation does. A wheel has them in the package (`setup.py`).
+A checkout and an editable installation have these folders at the top. A wheel has them in the package (`setup.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ def shipped_root() -> Path:
         if (root / ACCELERATE_CONFIGS / "single.yaml").is_file():
             return root
     raise ConfigError(
-        f"the recipes and accelerate configs of dpllm are not beside {_PACKAGE}: install dpllm again (pip install "
+        f"the recipes and accelerate configs of dpllm are not next to {_PACKAGE}: install dpllm again (pip install "
         "--force-reinstall dpllm)"
     )
 

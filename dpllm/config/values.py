@@ -1,7 +1,6 @@
 """Checks of single values by kind and by range, and the error that every configuration mistake raises.
 
-Place in the flow: the lowest module, below the configuration. A value is checked before anything else happens. Every
-message names the key, the value and the remedy in one line.
+Every error names the key, the value and the remedy in one line.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The settings that a recipe leaves out: batch size, steps, learning rate and what goes with it, each with a reason.
+"""Compute the settings that a recipe leaves out: batch size, steps, learning rate and related keys, with reasons.
 
 A recipe of four sections and six keys trains: `proposals` computes the rest before anything is trained, and
 `complete_recipe` returns the recipe with it. Hardware has no influence, and of the private records only N, which the
@@ -32,7 +32,7 @@ _WEIGHTS = ("*.json", "*.safetensors")
 def complete_recipe(
     path: str | Path, overrides: Sequence[str] = (), to_train: bool = False
 ) -> tuple[Recipe, tuple[Setting, ...]]:
-    """Return the recipe of a file with the settings that it leaves out, and these; else as `dpllm.config.load_recipe`.
+    """Return the recipe of a file, completed by the settings that it leaves out, and those settings.
 
     Args:
         path: a file, or the name of a shipped recipe.
