@@ -47,8 +47,8 @@ def values(path: str, *overrides: str) -> dict[str, object]:
 @kills(
     "batch and steps of a recipe that leaves them out are those of another number of units",
     "dpllm/training/proposals.py",
-    "else units.num_units",
-    "else 2 * units.num_units",
+    "else (units.num_units,",
+    "else (2 * units.num_units,",
 )
 def test_what_is_left_out_follows_from_the_number_of_units(recipe: str) -> None:
     """Whole recipe, with a reason for each value; half of the units give the values of half of them."""
