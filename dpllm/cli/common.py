@@ -15,8 +15,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from dpllm.config.extras import hush
-from dpllm.config.json_values import json_value
 from dpllm.config.mistakes import print_any_character, tell
+from dpllm.config.values import json_value
 
 _Command = TypeVar("_Command", bound=Callable[..., None])
 

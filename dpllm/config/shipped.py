@@ -39,30 +39,17 @@ def shipped_configs() -> dict[str, Path]:
 
 
 def recipe_file(given: str | Path) -> Path:
-    """Return the file of a recipe: a file here, or the shipped recipe of this name.
-
-    Args:
-        given: a path, "quickstart", or "recipes/quickstart.yaml".
-
-    Returns:
-        The path; if there is neither, ``given`` itself.
-    """
+    """Return the file of a recipe: a file, or the shipped recipe "quickstart" or "recipes/quickstart.yaml"."""
     return _file(given, RECIPES)
 
 
 def config_file(given: str | Path) -> Path:
-    """Return the file of an accelerate config: a file here, or the shipped config of this name.
-
-    Args:
-        given: a path, "fsdp2", or "accelerate_configs/fsdp2.yaml".
-
-    Returns:
-        The path; if there is neither, ``given`` itself.
-    """
+    """Return the file of an accelerate config: a file, or a shipped one, as `recipe_file`."""
     return _file(given, ACCELERATE_CONFIGS)
 
 
 def _file(given: str | Path, folder: str) -> Path:
+    """Return a file, or the shipped one of this name; the path itself if there is neither."""
     path = Path(given).expanduser()
     if path.is_absolute() or path.is_file():
         return path
