@@ -57,8 +57,6 @@ class Method:
 
     name: str
     """Name of its section in a recipe, if it has one, and of its command below ``dpllm methods``."""
-    command: str | None = None
-    """Name of the command where it differs."""
     section: str | None = None
     """Place of the class of its section."""
     beside_train: bool = False
@@ -91,7 +89,7 @@ class Method:
     @property
     def invocation(self) -> str:
         """The words that start its command: "dpllm methods count"."""
-        return f"dpllm methods {self.command or self.name}"
+        return f"dpllm methods {self.name}"
 
 
 @cache

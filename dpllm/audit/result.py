@@ -20,7 +20,7 @@ from dpllm.audit.bounds import CONFIDENCE, AuditError, LowerBound, one_run_bound
 from dpllm.audit.power import NoiseTest, power, power_in_words
 from dpllm.audit.roc import Estimate, auroc, highest_fpr, shown_rates, tpr_at
 from dpllm.config.files import write_file
-from dpllm.config.json_values import json_value
+from dpllm.config.values import json_value
 from dpllm.privacy.accounting import History, epsilon, merge
 from dpllm.privacy.risk import attack_risk
 from dpllm.privacy.rounding import down, format_delta, format_delta_limit, format_epsilon, up

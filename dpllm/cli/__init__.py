@@ -1,1 +1,1 @@
-"""The command line: `program` puts the commands of the files beside it and of the methods together."""
+"""The command line: `program` combines the commands of this folder and of the methods."""

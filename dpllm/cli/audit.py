@@ -62,6 +62,7 @@ def prepare(
     from dpllm.audit.prepare import CanaryOptions, read_prefixes
     from dpllm.audit.prepare import prepare as prepare_audit
     from dpllm.config import load_recipe
+    from dpllm.config.recipe_file import located
 
     options = CanaryOptions(
         num=canaries,
@@ -74,7 +75,9 @@ def prepare(
         temperature=temperature,
         num_candidates=candidates,
     )
-    prepared = prepare_audit(load_recipe(config, overrides or ()), output, options)
+    recipe = load_recipe(config, overrides or ())
+    with located(recipe):
+        prepared = prepare_audit(recipe, output, options)
     show(_values(prepared), _rows(prepared), f"Audit of {config}", as_json)
 
 
@@ -175,6 +178,7 @@ def gradient(
 
     from dpllm.audit.gradient_recipe import Settings, audit_recipe
     from dpllm.config import load_recipe
+    from dpllm.config.recipe_file import located
 
     settings = Settings(
         blocks=blocks,
@@ -188,9 +192,10 @@ def gradient(
         confidence=confidence,
     )
     quiet = as_json or process_number("RANK") > 0
-    with Progress(console=Console(stderr=True), disable=quiet, transient=True) as progress:
+    recipe = load_recipe(config, overrides or [])
+    with located(recipe), Progress(console=Console(stderr=True), disable=quiet, transient=True) as progress:
         task = progress.add_task("blocks", total=blocks)
-        result = audit_recipe(load_recipe(config, overrides or []), settings, lambda: progress.advance(task))
+        result = audit_recipe(recipe, settings, lambda: progress.advance(task))
     if result is None:
         return
     if output is not None:

@@ -1,4 +1,4 @@
-"""Shared parts of all commands: their help screens, options, output, and errors in one line."""
+"""What all commands share: help screens, options, output, and errors in one line."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from dpllm.config.extras import hush
-from dpllm.config.json_values import json_value
 from dpllm.config.mistakes import print_any_character, tell
+from dpllm.config.values import json_value
 
 _Command = TypeVar("_Command", bound=Callable[..., None])
 
@@ -49,7 +49,7 @@ def command(*examples: str) -> Callable[[_Command], _Command]:
 
 
 def add(app: typer.Typer, function: Callable[..., None], name: str | None = None) -> None:
-    """Add a decorated function as a command; without a name of its own it is called like the function."""
+    """Add a decorated function as a command; the default name is that of the function."""
     paragraphs = (inspect.getdoc(function) or "").split("\n\n")
     app.command(
         function.__name__ if name is None else name,
@@ -64,7 +64,7 @@ OWN = "(own)"
 
 
 class Group(TyperGroup):
-    """Commands of one topic. With one named `OWN`, words that name no other command are the words of that one."""
+    """Commands of one topic. A command named `OWN` gets all arguments that begin with no other command's name."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Put `OWN` before words that name no command."""
@@ -109,7 +109,7 @@ class Command(TyperCommand):
         parts = [
             self._usage(ctx),
             wrapped(str(self.help or "")),
-            listed([*rows, *panels_in_rows(panels)]),
+            listed([*rows, *((name, " ".join(options)) for name, options in panels.items())]),
             *([listed(more)] if more else []),
             "\n".join(example_lines(str(self.epilog or "").splitlines())),
         ]
@@ -156,11 +156,6 @@ def example_lines(examples: Sequence[str]) -> list[str]:
     room = WIDTH - len("example: ")
     lines = [one if len(one) <= room else " \\\n           ".join(_fold(one, room - 4)) for one in examples]
     return [f"{'example:' if place == 0 else '        '} {line}" for place, line in enumerate(lines)]
-
-
-def panels_in_rows(panels: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
-    """Return a row for each group of options that share a line of a help screen."""
-    return [(name, " ".join(options)) for name, options in panels.items()]
 
 
 def one_line_errors(command: _Command) -> _Command:

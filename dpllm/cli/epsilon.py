@@ -13,7 +13,6 @@ from dpllm.mechanism.limits import ADJACENCIES
 
 if TYPE_CHECKING:
     from dpllm.mechanism.events import Event, Round
-    from dpllm.privacy.accounting import History
 
 # The accounting imports dp_accounting and scipy, which takes a second: it is imported only to compute a number.
 
@@ -21,17 +20,6 @@ Runs = Annotated[
     list[Path] | None,
     typer.Argument(metavar="RUN", help="Folders or ledgers of runs on the same data.", show_default=False),
 ]
-
-
-def _method(history: History, delta: float, adjacency: str) -> dict[str, Any]:
-    from dpllm.privacy import accounting
-
-    return {
-        "method": "PLD",
-        "tool": accounting.TOOL,
-        "tool_version": accounting.tool_version(),
-        "discretization": accounting.discretization_used(history, adjacency, delta=delta),
-    }
 
 
 @dataclass(frozen=True)
@@ -80,7 +68,10 @@ def _cost(run: _Steps, steps: int, delta: float, adjacency: str) -> tuple[Event,
         "delta": delta,
         "steps": steps,
         **numbers,
-        **_method(history, delta, adjacency),
+        "method": "PLD",
+        "tool": accounting.TOOL,
+        "tool_version": accounting.tool_version(),
+        "discretization": accounting.discretization_used(history, adjacency, delta=delta),
     }
     rows = [
         ("ε, zero-out", format_epsilon(costs["zero-out"])),
@@ -139,7 +130,8 @@ def epsilon(
             "--best-of": best_of,
             "--compare": compare or None,
         }
-        _refuse_numbers({**numbers, "--delta": None, **more})
+        if given := [name for name, one in {**numbers, "--delta": None, **more}.items() if one is not None]:
+            raise ValueError(f"{given[0]} is a number of a run, and the ledgers have it: omit it, or omit the folders")
         _compose(runs, delta, adjacency, dataset, shared_people, as_json)
         return
     if dataset is not None or shared_people:
@@ -167,6 +159,7 @@ def epsilon(
     assert noise_multiplier is not None
     run = _Steps(noise_multiplier, sampling_rate, num_units, max_batch_size, rows_per_unit, discrete_sensitivity)
     step, values, rows = _cost(run, steps, delta, adjacency)
+    title = "Cost of the run" if target is None else "The least noise for the target"
     if target is not None:
         values["target_epsilon"] = target
         rows.insert(0, ("target ε", f"{target:g} ({adjacency})"))
@@ -174,17 +167,11 @@ def epsilon(
         _tuning(step, steps, delta, best_of, best_of_runs, values, rows)
     if compare:
         if not as_json and (best_of is not None or target is not None):
-            show(values, rows, "Cost of the run" if target is None else "The least noise for the target", as_json)
+            show(values, rows, title, as_json)
         _show_comparison(step, steps, delta, adjacency, values, as_json)
         return
     _cross_check(step, steps, delta, values, rows)
-    show(values, rows, "Cost of the run" if target is None else "The least noise for the target", as_json)
-
-
-def _refuse_numbers(numbers: dict[str, Any]) -> None:
-    given = [name for name, value in numbers.items() if value is not None]
-    if given:
-        raise ValueError(f"{given[0]} is a number of a run, and the ledgers have it: omit it, or omit the folders")
+    show(values, rows, title, as_json)
 
 
 def _compose(

@@ -291,7 +291,7 @@ def uses_template(folder: Path, model: TextGenerator, wanted: bool | None) -> bo
 
 
 def refuse_private_prompts(folder: Path, prompts: Sequence[Prompt]) -> None:
-    """Make sure that no prompt holds a private record of the run, if its recipe and its records are at hand.
+    """Check that no prompt contains a private record of the run, if its recipe and records are available.
 
     Raises:
         DataError: a prompt holds one; the message gives its number.
@@ -387,5 +387,5 @@ def _line() -> str | None:
 
 
 def _say(text: str) -> None:
-    """Print about the run, apart from the texts."""
+    """Print a message to the error stream, since texts go to the standard output."""
     typer.echo(text, err=True)

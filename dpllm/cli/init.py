@@ -1,7 +1,8 @@
-"""`dpllm init`: a recipe for one's own records, from the columns of the file, a few answers and rules."""
+"""`dpllm init`: write a recipe for the user's records, from their columns, a few answers, and rules."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import shlex
 import sys
@@ -16,7 +17,7 @@ import typer
 from dpllm.cli.common import command, listed, show_table, wrapped
 from dpllm.config.formats.catalogue import FORMATS
 from dpllm.config.formats.record_format import TextLabel, columns_in
-from dpllm.config.values import between, choice, flag, integer, nearest, number
+from dpllm.config.values import choice, integer, nearest
 
 if TYPE_CHECKING:
     from dpllm.config import DataConfig
@@ -136,8 +137,9 @@ class _Given:
         Raises:
             ValueError: a key is none that init takes, a value is out of range, or two contradict each other.
         """
+        from dpllm.config import DataConfig, ModelConfig, PrivacyConfig
         from dpllm.config.data_section import READING
-        from dpllm.config.recipe_file import apply_override
+        from dpllm.config.recipe_file import apply_override, build
 
         others = ("path", "columns", "format", "class_names", "max_length", "eval")
         known = [f"data.{name}" for name in (*READING, *others)]
@@ -153,27 +155,30 @@ class _Given:
                 )
             apply_override(raw, word)
         data, model, privacy = raw.get("data", {}), raw.get("model", {}), raw.get("privacy", {})
-        model = {"name": model} if isinstance(model, str) else model
+        model = model if isinstance(model, dict) else {"name": model}
         if records is not None and data.get("path", records) != records:
             raise ValueError(f"the private records are given twice, {records} and data.path={data['path']}")
         unknown = [key for key in model if f"model.{key}" not in known]
         if unknown:
             raise ValueError(f"model.{unknown[0]}: init takes {', '.join(one for one in known if one[:5] == 'model')}")
-        adapter = model.get("adapter", {})
-        if adapter is not None and not isinstance(adapter, dict):
-            raise ValueError(
-                f"model.adapter must be a mapping such as {{r: 16}}, or null for all weights, got {adapter!r}"
-            )
-        flag("model.start_is_independent", model.get("start_is_independent", False))
-        columns = data.get("columns") or {}
+        if isinstance(data.get("eval"), str | dict):
+            raise ValueError("data.eval: init takes a share of the units, or null; set a path in the recipe it writes")
+        columns, rows, epsilon = data.get("columns") or {}, privacy.get("max_rows_per_unit"), privacy.get("epsilon")
         if not isinstance(columns, dict) or not all(one is None or isinstance(one, str) for one in columns.values()):
             raise ValueError(f"data.columns must be names of columns such as {{text: note}}, got {columns!r}")
-        if (epsilon := privacy.get("epsilon")) is not None:
-            number("privacy.epsilon", epsilon)
-        if isinstance(adapter, dict) and (strange := [key for key in adapter if key != "r"]):
+        if rows is not None and "unit" in columns and columns["unit"] is None:
+            raise ValueError(f"privacy.max_rows_per_unit belongs to people, and {_UNIT}=null protects single records")
+        plain = {key: value for key, value in data.items() if key not in ("path", "columns", "format", "class_names")}
+        build(DataConfig, {**plain, "path": "records", "eval": data.get("eval") or None}, "data")
+        read = build(ModelConfig, {**model, "name": model.get("name") or "model"}, "model")
+        build(
+            PrivacyConfig, {"unit": "column", **privacy, "epsilon": EPSILON if epsilon is None else epsilon}, "privacy"
+        )
+        if strange := [key for key in read.adapter or {} if key != "r"]:
             raise ValueError(f"model.adapter.{strange[0]}: init takes the rank r, and computes the rest")
-        rank = adapter.get("r") if isinstance(adapter, dict) else None
-        made = cls(
+        if (rank := (read.adapter or {}).get("r")) is not None:
+            integer("model.adapter.r", rank, 1)
+        return cls(
             path=records or data.get("path"),
             reading={key: value for key, value in data.items() if key in READING},
             columns=columns,
@@ -182,41 +187,18 @@ class _Given:
             max_length=data.get("max_length"),
             held_out=(data["eval"] or 0.0) if "eval" in data else None,
             model=model.get("name"),
-            adapter=None if "adapter" not in model else adapter is not None,
+            adapter=None if "adapter" not in model else model["adapter"] is not None,
             rank=rank,
-            start_is_independent=model.get("start_is_independent") is True,
-            epsilon=privacy.get("epsilon"),
-            rows=privacy.get("max_rows_per_unit"),
+            start_is_independent=read.start_is_independent,
+            epsilon=epsilon,
+            rows=rows,
             output_dir=raw.get("train", {}).get("output_dir"),
         )
-        made.check()
-        return made
-
-    def check(self) -> None:
-        """Check ranges and combinations.
-
-        Raises:
-            ValueError: a value is out of range, or contradicts another one.
-        """
-        if self.epsilon is not None:
-            _epsilon(self.epsilon)
-        if self.rows is not None:
-            integer("privacy.max_rows_per_unit", self.rows, 1)
-        if self.rows is not None and "unit" in self.columns and self.columns["unit"] is None:
-            raise ValueError(f"privacy.max_rows_per_unit belongs to people, and {_UNIT}=null protects single records")
-        if self.rank is not None:
-            integer("model.adapter.r", self.rank, 1)
-        if self.max_length is not None:
-            integer("data.max_length", self.max_length, 2)
-        if isinstance(self.held_out, str | dict):
-            raise ValueError("data.eval: init takes a share of the units, or null; set a path in the recipe it writes")
-        if self.held_out is not None:
-            between("data.eval", self.held_out, 0, 1, below=True)
 
 
 @dataclass(frozen=True)
 class _Questions:
-    """Asks for a value that no key gives; where nobody can answer it takes the proposal.
+    """Asks for values that the command line lacks, or takes the proposals where nobody can answer.
 
     Attributes:
         asks: whether somebody answers.
@@ -277,6 +259,10 @@ def _records(ask: _Questions, given: _Given) -> tuple[str, Columns]:
         return path, columns_of(DataConfig(path=path, max_length=2, **given.reading))
 
     path, found = ask.value("RECORDS", given.path, "The private records (file, folder or pattern)", None, check)
+    decided = {"unit"} < given.columns.keys()  # nothing is proposed for the unit, nor for the texts
+    for name, fault in found.faults.items():
+        if name in given.columns.values() or not decided:
+            raise ValueError(f"{fault}. Or name the columns to use: data.columns.text=… and {_UNIT}=… (or null)")
     _show_columns(path, found, _uses(found, given))
     return path, found
 
@@ -343,9 +329,15 @@ def _data(ask: _Questions, path: str, found: Columns, given: _Given) -> DataConf
 
 def _unit(ask: _Questions, given: _Given, found: Columns, section: DataConfig) -> str | None:
     """Return the column of the person's id; None: records are the units."""
+
+    def column(name: Any) -> str:
+        own = _column(section.path, found, name)
+        replace(section, columns={**section.columns, "unit": own})  # which refuses a column of texts
+        return own
+
     if "unit" in given.columns:
         name = given.columns["unit"]
-        return None if name is None else _column(section.path, found, name)
+        return None if name is None else column(name)
     note = (
         "Who is protected: one record by itself, or all records of one person together? If a person may have several "
         "records, name the column of their ids."
@@ -356,7 +348,7 @@ def _unit(ask: _Questions, given: _Given, found: Columns, section: DataConfig) -
         None,
         f"Column with the person's id, or {RECORD}",
         proposal,
-        lambda name: name if name == RECORD else _column(section.path, found, name),
+        lambda name: name if name == RECORD else column(name),
         note,
     )
     alone = answer == RECORD and RECORD not in found.kinds
@@ -372,7 +364,7 @@ def _unit(ask: _Questions, given: _Given, found: Columns, section: DataConfig) -
 
 
 def _without_missing(ask: _Questions, found: Columns, section: DataConfig, of_user: str | None) -> DataConfig:
-    """Return the section with what happens to records that lack a value; it is asked where the first records do."""
+    """Return the section with ``missing``; ask for it if one of the first records lacks a value."""
     from dpllm.config.data_section import MISSING
 
     needed = [*section.form.required, *([] if of_user is None else [of_user])]
@@ -528,13 +520,12 @@ def _class_names(given: Any) -> int | list[str]:
 
 
 def _epsilon(value: Any) -> float:
-    from dpllm.mechanism.limits import MAX_TARGET_EPSILON
+    from dpllm.config import PrivacyConfig
+    from dpllm.config.recipe_file import build
 
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"ε must be a number such as 8, got {value!r}") from None
-    return between("privacy.epsilon", number, 0, MAX_TARGET_EPSILON, above=True)
+    with contextlib.suppress(TypeError, ValueError):  # an answer is a text
+        value = float(value)
+    return float(build(PrivacyConfig, {"epsilon": value}, "privacy").epsilon or 0)
 
 
 def _checked_output(path: Any) -> Path:

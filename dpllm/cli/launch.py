@@ -1,8 +1,7 @@
-"""The launcher of `dpllm train`: which engine and how many processes, and the wait for them.
+"""Choose the engine and the number of processes for `dpllm train`, start the processes, and wait for them.
 
-Place in the flow: between the command and the program (`dpllm.training.finetune`). The processes are started by
-``accelerate launch``, as `launch/local.sh` does; a run of one process needs no launcher. torch is imported only where
-the machine is looked at, so that a command can print before.
+``accelerate launch`` starts the processes, as in `launch/local.sh`; a run of one process needs no launcher. Only
+`Machine.here` imports torch, so that the command can print its first line before.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from dpllm.config.yaml12 import read_yaml
 if TYPE_CHECKING:
     from dpllm.config import Recipe
 
-_LAUNCHED = ("RANK", "LOCAL_RANK", "ACCELERATE_MIXED_PRECISION")
+_LAUNCHED = ("RANK", "LOCAL_RANK", "ACCELERATE_MIXED_PRECISION")  # by accelerate, torchrun or DeepSpeed
 _FREE = 0.9
 """Share of a GPU's memory that a computed footprint may fill: context, fragmentation and buffers are not counted."""
 _MEMORY = (
@@ -54,7 +53,7 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        """Look at this machine; imports torch."""
+        """Return the accelerators of this machine; imports torch."""
         import torch
 
         if not torch.accelerator.is_available():
@@ -64,7 +63,7 @@ class Machine:
             return cls(count, str(torch.accelerator.current_accelerator()))
         if count == 1:
             return cls(count, torch.cuda.get_device_name(0))
-        # In a process of its own: a launcher must not hold memory of the GPUs that its workers need.
+        # A separate process, because a launcher must not hold memory of the GPUs that its workers need.
         found = subprocess.run([sys.executable, "-c", _MEMORY], capture_output=True, text=True, check=False)
         return cls(count, memory=int(found.stdout) if found.returncode == 0 else None)
 
@@ -100,11 +99,6 @@ class Launch:
         return [*launcher, "-m", "dpllm.training", "--config", recipe, *overrides]
 
 
-def is_launched() -> bool:
-    """Return whether this process was itself started by a launcher: accelerate, torchrun or DeepSpeed."""
-    return any(name in os.environ for name in _LAUNCHED)
-
-
 def is_first() -> bool:
     """Return whether this is the process that prints: the only one, or rank 0.
 
@@ -129,7 +123,7 @@ def choose(recipe: Recipe, config: str | None, processes: int | None, machine: M
     """
     if processes is not None:
         integer("--processes", processes, 1)
-    if is_launched():
+    if any(name in os.environ for name in _LAUNCHED):
         if config is not None or processes is not None:
             raise ConfigError(
                 "this process was started by a launcher, which has chosen the engine and the processes: leave --config "

@@ -34,7 +34,7 @@ def _add_carried_out(made: typer.Typer, method: registry.Method) -> None:
         registry.load(str(method.carry_out))(method.name, recipe, overrides or [], as_json)
 
     carry_out.__doc__ = method.help
-    add(made, command(*method.examples)(carry_out), method.command or method.name)
+    add(made, command(*method.examples)(carry_out), method.name)
 
 
 def _add_all() -> None:

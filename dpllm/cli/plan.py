@@ -51,7 +51,11 @@ def training_recipe(path: Path, overrides: list[str] | None) -> Recipe:
             f"{path} is the recipe of a query run, which has no steps: `dpllm plan {path}` has its cost, "
             f"and `{registry.method(method).invocation} {path}` carries it out"
         )
-    return load_recipe(path, overrides or ())
+    from dpllm.training.preflight import check_values
+
+    recipe = load_recipe(path, overrides or ())
+    check_values(recipe)
+    return recipe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,9 +99,9 @@ def plan_of(recipe: Recipe) -> Planned:
     from dpllm.training.preflight import check_recipe, to_plan
     from dpllm.training.workload import UpdateRule
 
-    arguments = training_arguments(to_plan(recipe.train))
     for line in check_recipe(recipe, to_train=False):
         typer.echo(f"note: {line}", err=True)
+    arguments = training_arguments(to_plan(recipe.train))
     records, _ = load_train_and_eval(recipe.data, recipe.privacy)
     average = recipe.train.get("average")
     plan = plan_for(arguments, recipe.privacy, unit_index_of(records, recipe.privacy), average=average)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,6 +25,11 @@ CHECKED = "compared with the private records: the public text has none of them b
 NOT_CHECKED = (
     "not checked: whether the public text contains private records. Only the names of files were compared, because the "
     "private records were not read. Leave out --num-units to compare the records"
+)
+
+_BEFORE_THE_STAGE = (
+    "The weights were measured before the public stage, which changes them: a rehearsal (--rehearse) measures them "
+    "after it."
 )
 
 
@@ -62,55 +66,9 @@ def suggest(
 
     They follow from the plan and the size of the model's weights. No private record enters, and no ε is spent.
     """
-    options = SuggestOptions(rehearse, public, around, rehearsal_steps, output, num_units)
-    run_suggest(recipe, training_recipe(recipe, overrides), options, as_json)
-
-
-@dataclass(frozen=True)
-class SuggestOptions:
-    """The options of a suggestion.
-
-    Attributes:
-        rehearse: whether to rehearse on the public stage's text.
-        public: path of other public text.
-        around: the middle learning rate of a rehearsal.
-        rehearsal_steps: steps of each training.
-        output: folder for the file.
-        num_units: N, instead of reading the private records.
-    """
-
-    rehearse: bool
-    public: str | None
-    around: float | None
-    rehearsal_steps: int | None
-    output: Path | None
-    num_units: int | None
-
-    def check(self) -> None:
-        """Check the options.
-
-        Raises:
-            ValueError: options that need a rehearsal without one, or a number out of range.
-        """
-        if not self.rehearses and (self.around is not None or self.rehearsal_steps is not None):
-            raise ValueError("--around and --rehearsal-steps belong to a rehearsal: add --rehearse or --public FILE")
-        if self.around is not None:
-            between("--around", self.around, 0, 1e6, above=True)
-        if self.rehearsal_steps is not None:
-            integer("--rehearsal-steps", self.rehearsal_steps, 1)
-        if self.num_units is not None:
-            integer("--num-units", self.num_units, 1)
-        if self.output is not None and self.output.exists() and not self.output.is_dir():
-            raise ValueError(f"--output {self.output} is a file: give a folder, in which {SUGGESTION_FILE} is written")
-
-    @property
-    def rehearses(self) -> bool:
-        """Whether there is a rehearsal."""
-        return self.rehearse or self.public is not None
-
-
-def run_suggest(path: Path, recipe: Recipe, options: SuggestOptions, as_json: bool) -> None:
-    """Compute the suggestion, rehearse it if that is wanted, print it, and write its file."""
+    path, recipe_read = recipe, training_recipe(recipe, overrides)
+    rehearses = rehearse or public is not None
+    _check_options(rehearses, around, rehearsal_steps, output, num_units)
     from dpllm.config.recipe import refuse_trainer
     from dpllm.models.starting_point import refuse_private_start
     from dpllm.planning.public_text import public_section
@@ -118,22 +76,21 @@ def run_suggest(path: Path, recipe: Recipe, options: SuggestOptions, as_json: bo
     from dpllm.training.suggested_run import suggested_run
     from dpllm.training.weight_size import size_of_model
 
-    options.check()
-    if options.rehearses:
-        refuse_trainer(recipe, "A rehearsal")
-    refuse_private_start(recipe.model.name, recipe.model.start_is_independent)
-    section = public_section(recipe, options.public) if options.rehearses else None  # before anything is read
-    for line in check_recipe(recipe, to_train=False):
+    if rehearses:
+        refuse_trainer(recipe_read, "A rehearsal")
+    refuse_private_start(recipe_read.model.name, recipe_read.model.start_is_independent)
+    section = public_section(recipe_read, public) if rehearses else None  # before anything is read
+    for line in check_recipe(recipe_read, to_train=False):
         typer.echo(f"note: {line}", err=True)
-    units = _units(recipe, options, section)
-    run = suggested_run(recipe, units)
+    run = suggested_run(recipe_read, _units(recipe_read, num_units, section))
     rehearsal: Rehearsal | None = None
     if section is None:
-        rate = run.rate_for(size_of_model(recipe.model))
-        suggestion = run.with_rate(rate, (*_before_the_stage(recipe), run.range_around(rate)))
+        rate = run.rate_for(size_of_model(recipe_read.model))
+        staged = (_BEFORE_THE_STAGE,) if recipe_read.public_pretrain is not None else ()
+        suggestion = run.with_rate(rate, (*staged, run.range_around(rate)))
     else:
-        suggestion, rehearsal = _rehearse(run, section, options)
-    read = options.num_units is None
+        suggestion, rehearsal = _rehearse(run, section, around, rehearsal_steps)
+    read = num_units is None
     privacy = {
         "depends_on_private_records": False,
         "public_constants_used": ["num_units"],
@@ -143,7 +100,7 @@ def run_suggest(path: Path, recipe: Recipe, options: SuggestOptions, as_json: bo
         "epsilon_spent": 0,
     }
     checked = None if section is None else CHECKED if read else NOT_CHECKED
-    file = None if options.output is None else _write(options.output, suggestion, path, checked)
+    file = None if output is None else _write(output, suggestion, path, checked)
     if as_json:
         values = _values(path, run, suggestion, rehearsal)
         show_json({**values, "privacy": privacy, "public_text": checked, "file": None if file is None else str(file)})
@@ -151,19 +108,33 @@ def run_suggest(path: Path, recipe: Recipe, options: SuggestOptions, as_json: bo
     _show(path, run, suggestion, rehearsal, checked, file)
 
 
-def _units(recipe: Recipe, options: SuggestOptions, section: Any) -> Any:
+def _check_options(
+    rehearses: bool, around: float | None, steps: int | None, output: Path | None, num_units: int | None
+) -> None:
+    if not rehearses and (around is not None or steps is not None):
+        raise ValueError("--around and --rehearsal-steps belong to a rehearsal: add --rehearse or --public FILE")
+    if around is not None:
+        between("--around", around, 0, 1e6, above=True)
+    for name, count in (("--rehearsal-steps", steps), ("--num-units", num_units)):
+        if count is not None:
+            integer(name, count, 1)
+    if output is not None and output.exists() and not output.is_dir():
+        raise ValueError(f"--output {output} is a file: give a folder, in which {SUGGESTION_FILE} is written")
+
+
+def _units(recipe: Recipe, num_units: int | None, section: Any) -> Any:
     """Return the index of units: from the private records, or only their number."""
     from dpllm.data.rows import load_train_and_eval, unit_index_of
     from dpllm.data.units import UnitIndex
     from dpllm.planning.public_text import refuse_private_records
 
-    if options.num_units is not None:
+    if num_units is not None:
         if recipe.privacy.sampling == "example":
             raise ValueError(
                 "--num-units is for runs that draw whole units, and privacy.sampling=example draws rows: omit "
                 "--num-units, so that the records are counted"
             )
-        return UnitIndex.one_row_per_unit(options.num_units)
+        return UnitIndex.one_row_per_unit(num_units)
     records, held_out = load_train_and_eval(recipe.data, recipe.privacy)
     if section is not None:
         private = [records] if held_out is None or recipe.data.eval.public else [records, held_out]
@@ -171,16 +142,7 @@ def _units(recipe: Recipe, options: SuggestOptions, section: Any) -> Any:
     return unit_index_of(records, recipe.privacy)
 
 
-def _before_the_stage(recipe: Recipe) -> tuple[str, ...]:
-    if recipe.public_pretrain is None:
-        return ()
-    return (
-        "The weights were measured before the public stage, which changes them: a rehearsal (--rehearse) measures them "
-        "after it.",
-    )
-
-
-def _rehearse(run: Suggested, section: Any, options: SuggestOptions) -> tuple[Suggestion, Rehearsal]:
+def _rehearse(run: Suggested, section: Any, around: float | None, steps: int | None) -> tuple[Suggestion, Rehearsal]:
     """Rehearse, with a progress bar on the error stream; the private records are not opened."""
     from dpllm.planning.public_text import load_material
     from dpllm.planning.rehearsal import Steps, rehearse, shorten
@@ -194,10 +156,9 @@ def _rehearse(run: Suggested, section: Any, options: SuggestOptions) -> tuple[Su
         with quiet():
             material = load_material(run.recipe, section, folder / "start", staged)
         computed = run.rate_for(material.size)
-        shortened = shorten(run, len(material.rows), options.rehearsal_steps)
-        centre = computed.value if options.around is None else options.around
-        steps = shortened.num_steps
-        found = rehearse(run, material, shortened, centre, folder, lambda rate: bar(f"learning rate {rate:g}", steps))
+        shortened = shorten(run, len(material.rows), steps)
+        centre, total = computed.value if around is None else around, shortened.num_steps
+        found = rehearse(run, material, shortened, centre, folder, lambda rate: bar(f"learning rate {rate:g}", total))
     reason = (
         f"The least held-out loss, {found.best.loss:.4g}, of {len(found.trials)} rates that were rehearsed on public "
         f"text ({found.source}). Computed without it: {computed.value:g} = {computed.reason}"

@@ -58,14 +58,7 @@ def sweep(
     if recipe is None:
         if all(number is None for number in numbers):
             raise ValueError("give a recipe, or the numbers of a run (dpllm plan sweep --help)")
-        setting = Setting.of_numbers(
-            num_units=num_units,
-            expected_batch_size=expected_batch_size,
-            num_steps=steps,
-            target_epsilon=epsilon,
-            delta=delta,
-            tokens_per_unit=tokens_per_unit,
-        )
+        setting = Setting.of_numbers(num_units, expected_batch_size, steps, epsilon, delta, tokens_per_unit)
         run_sweep(setting, options, gpus, as_json)
         return
     if any(number is not None for number in numbers):
@@ -109,32 +102,28 @@ class Setting:
     @classmethod
     def of_numbers(
         cls,
-        *,
         num_units: int | None,
         expected_batch_size: int | None,
-        num_steps: int | None,
-        target_epsilon: float | None,
+        steps: int | None,
+        epsilon: float | None,
         delta: float | None,
         tokens_per_unit: float | None,
     ) -> Setting:
         """Return the setting of the command line's numbers."""
-        if num_units is None or expected_batch_size is None or num_steps is None or target_epsilon is None:
+        if num_units is None or expected_batch_size is None or steps is None or epsilon is None:
             raise ValueError(
                 "a sweep without a recipe needs --num-units, --expected-batch-size, --steps and --epsilon: give all "
                 "four, or a recipe"
             )
-        for option, count in (
-            ("num-units", num_units),
-            ("expected-batch-size", expected_batch_size),
-            ("steps", num_steps),
-        ):
+        counts = {"num-units": num_units, "expected-batch-size": expected_batch_size, "steps": steps}
+        for option, count in counts.items():
             integer(f"--{option}", count, 1)
         return cls(
             name="the numbers given",
             num_units=num_units,
             expected_batch_size=expected_batch_size,
-            num_steps=num_steps,
-            target_epsilon=target_epsilon,
+            num_steps=steps,
+            target_epsilon=epsilon,
             delta=1 / (10 * num_units) if delta is None else delta,
             adjacency="zero-out",
             tokens_per_unit=tokens_per_unit,

@@ -1,8 +1,7 @@
-"""The command line: a run from its recipe to its publication, and its cost before and after it.
+"""The program `dpllm` with its commands and first screen.
 
-Place in the flow: a thin layer over training, accounting, plan, budget and report; nothing is computed here. The file
-of a command has its name. With `--json` a command prints only one JSON object. A mistake is one line, `error: ...`, on
-the error stream, with exit code 2; a failed check (`dpllm verify`) has exit code 1.
+Each command has a file of its name. With `--json` a command prints one JSON object only. A mistake is one line,
+`error: ...`, on the error stream, with exit code 2; a failed check (`dpllm verify`) has exit code 1.
 """
 
 from __future__ import annotations

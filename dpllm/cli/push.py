@@ -98,7 +98,7 @@ def _open_points_listed(run: Path) -> Iterator[None]:
 
 
 def _vocabulary_of(run: Path) -> list[str]:
-    """Return the names of the files from which the tokenizer beside a model is loaded."""
+    """Return the names of the files from which a model's tokenizer is loaded."""
     if not (run / "tokenizer_config.json").is_file():
         return []
     from transformers import AutoTokenizer

@@ -1,4 +1,4 @@
-"""`dpllm recipes`: the recipes that travel with dpllm, to list, to read and to copy."""
+"""`dpllm recipes`: list, print and copy the shipped recipes."""
 
 from __future__ import annotations
 

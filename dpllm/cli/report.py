@@ -10,7 +10,7 @@ import typer
 
 from dpllm.cli.common import AsJson, command, show_json
 from dpllm.cli.verify import RunFolder
-from dpllm.config.values import nearest
+from dpllm.config.values import nearest, number
 
 if TYPE_CHECKING:
     from dpllm.report.models import PrivacyReport
@@ -81,12 +81,14 @@ def note(
     by = given.pop("by", None)
     if bool(answers) != (by is not None):
         raise ValueError('a settled point needs its person: 1="each person has one row" by="A. Meyer, DPO"')
-    figures = {key.partition(".")[2]: given.pop(key) for key in [*given] if key.startswith("utility.")}
+    figures = {key.partition(".")[2]: _figure(key, given.pop(key)) for key in [*given] if key.startswith("utility.")}
     noted: dict[str, Any] = {**given}
     if "language" in given:
         noted["language"] = tuple(code.strip() for code in given["language"].split(","))
         if wrong := [code for code in noted["language"] if not is_language(code)]:
-            raise ValueError(f"language: {wrong[0]!r} is no code of a language: give some such as en, de or pt-BR")
+            raise ValueError(
+                f"language: {wrong[0]!r} is no code of a language (BCP 47): give one such as en, de or pt-BR"
+            )
     if figures:
         noted["utility"] = {**notes_in(output_dir).utility, **figures}
     if by is not None:  # before other notes, since these change the numbers of the points
@@ -117,6 +119,18 @@ def _read(notes: list[str]) -> dict[str, str]:
             raise ValueError(f"{key} is given twice: {given[key]!r} and {value!r}")
         given[key] = value
     return given
+
+
+def _figure(key: str, text: str) -> float:
+    """Return the number of a figure.
+
+    Raises:
+        ValueError: it is not a finite number.
+    """
+    try:
+        return number(key, float(text))
+    except ValueError as error:
+        raise ValueError(f"{key}={text}: a figure is a finite number, such as {key}=0.83") from error
 
 
 def _show(output_dir: Path, made: PrivacyReport, as_json: bool) -> None:

@@ -73,7 +73,7 @@ def verify(
 
 
 def _require_run(folder: Path) -> None:
-    """Make sure that a folder has at least one file of a run, or is one that a method makes.
+    """Check that a folder has at least one file of a run, or is the folder of a method.
 
     Raises:
         ValueError: it has none; folders of runs in it are named.

@@ -1,7 +1,6 @@
 """The section ``data`` of a recipe: where the records are, and how a record becomes rows.
 
-Place in the flow: a part of `dpllm.config.recipe`; `dpllm.data` reads the records. ``public_pretrain.data`` has the
-same keys.
+`dpllm.data` reads the records. ``public_pretrain.data`` has the same keys.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ LONG_RECORDS = ("truncate", "split")
 TXT_RECORDS = ("line", "paragraph", "file")
 MISSING = ("error", "drop")
 READING = ("name", "split", "encoding", "delimiter", "field", "txt_records", "missing")
-"""Keys of the section that say how the records are read."""
+"""Keys of the section that determine how the files are parsed."""
 
 
 @section
@@ -184,6 +183,11 @@ class DataConfig:
             raise ConfigError(
                 f"columns.{strange[0]}={self.columns[strange[0]]} is not read by format={self.format}, which has the "
                 f"columns {', '.join(known)}: leave one of the two out"
+            )
+        if (unit := self.columns.get(UNIT)) in self.form.texts:
+            raise ConfigError(
+                f"columns.unit={unit} is also the column of the {self.form.about}: a unit is identified by an id, such "
+                "as patient_id. Name that column, or leave columns.unit out to protect each record"
             )
         if self.missing == "drop" and (self.limit is not None or "[" in self.split):
             raise ConfigError(

@@ -1,7 +1,7 @@
 """Packages that only part of dpllm needs, and the error where one is missing.
 
-Place in the flow: asked by programs and commands before any work, so that nothing fails at the end of a long run. The
-command line, the training, the report of each run with its curves and its cross-check, and audits need no extra.
+Programs and commands check for them before any work, so that nothing fails at the end of a long run. The command line,
+training, reports and audits need no extra.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Write the small files of a run such that a power failure, a full disk or a disk that turns read-only loses none.
 
-Place in the flow: below everything that writes one. A file that was written and closed is still in memory for up to
-half a minute. If the machine dies meanwhile, its name is on the disk and its content is not. A run whose plan is an
-empty file cannot be continued.
+The operating system keeps a written and closed file in memory for up to half a minute. If the machine dies in that
+time, the file's name is on the disk and its content is not. A run whose plan is an empty file cannot be continued.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Kinds of values that another library's dataclass reads, such as ``TrainingArguments`` or ``LoraConfig``.
+"""Check the kinds of values for another library's dataclass, such as ``TrainingArguments`` or ``LoraConfig``.
 
-Place in the flow: called where such an object is made, before any record is read. The library itself converts nothing
-and checks little: a quoted number or the text "no" for a boolean would fail hours later, or never.
+The libraries convert nothing and check little: a quoted number, or the text "no" for a boolean, would fail hours later
+or never. The check runs before any record is read.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def check_kinds(
         name: dotted path of the values, for messages.
         values: by the names of the fields; None and a field's default pass, and so do unknown names.
         kind: the dataclass.
-        known: other annotations for some fields, where the library takes more or less than it says.
+        known: annotations that replace those of the dataclass where the library accepts more or fewer kinds.
         unchecked: fields that the library checks itself.
 
     Raises:
@@ -80,7 +80,7 @@ def plain_names(kind: type) -> list[str]:
 
 
 def _words(annotation: Any, value: Any) -> str | None:
-    """Return the kinds that an annotation names, if a value is of none of them; None: it is, or nobody can say."""
+    """Return the kinds of an annotation, for an error; None if the value has one of them, or a kind is unknown."""
     found = _members(annotation)
     if any(_is_enum(one) for one in found):  # a text is one of its words
         found = [one for one in found if one is not str]

@@ -1,11 +1,15 @@
 """Values that the Hub accepts in a card's metadata, and the files that it stores elsewhere.
 
-Place in the flow: under the recipe and `dpllm.report.model_card`. The Hub checks licenses and languages when a card is
-uploaded, so a language is checked before a run is trained, and an unknown license is written as the Hub asks for.
+The Hub validates licenses and languages when a card is uploaded. Languages are therefore checked before the training,
+and an unknown license is written in the form that the Hub expects.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -23,11 +27,12 @@ grok2-community gemma unknown other
 LICENSES = frozenset(_IDENTIFIERS.split())
 """Identifiers of licenses (the Hub's documentation, "Licenses")."""
 
+_TABLE = "utils/resources/languages.json"
 _LANGUAGE = re.compile(r"[a-z]{2,3}(-[A-Za-z0-9]{2,8})*|multilingual|code")
 
 
 def license_metadata(license: str | None) -> dict[str, str]:
-    """Return a license as the metadata of a card hold it.
+    """Return the metadata of a card for a license.
 
     >>> license_metadata("mit"), license_metadata("The Clinic's License 1.0"), license_metadata(None)
     ({'license': 'mit'}, {'license': 'other', 'license_name': 'the-clinic-s-license-1.0'}, {})
@@ -40,12 +45,25 @@ def license_metadata(license: str | None) -> dict[str, str]:
 
 
 def is_language(code: str) -> bool:
-    """Return whether a text has the form of the Hub's codes of languages.
+    """Return whether a text is a code of a language, by its form and the table of `datasets`.
 
-    >>> is_language("en"), is_language("pt-BR"), is_language("English"), is_language("")
+    >>> is_language("en"), is_language("pt-BR"), is_language("English"), is_language("xxq")
     (True, True, False, False)
     """
-    return _LANGUAGE.fullmatch(code) is not None
+    if _LANGUAGE.fullmatch(code) is None:
+        return False
+    known = _languages()
+    return not known or code == "multilingual" or code.partition("-")[0] in known
+
+
+@functools.cache
+def _languages() -> frozenset[str]:
+    """Return the codes of BCP 47, with two letters where a language has such a code; none if the table is missing."""
+    package = importlib.util.find_spec("datasets")
+    for folder in package.submodule_search_locations or () if package is not None else ():
+        with contextlib.suppress(OSError, ValueError):
+            return frozenset(json.loads((Path(folder) / _TABLE).read_text(encoding="utf-8")))
+    return frozenset()
 
 
 def refuse_lfs_pointer(file: Path, error: type[ValueError]) -> None:

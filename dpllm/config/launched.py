@@ -1,7 +1,7 @@
 """What passes between a launcher and the processes it starts: numbers in the environment, and exit codes.
 
-Place in the flow: first. accelerate, torchrun and DeepSpeed number their processes by environment variables, and end
-with code 1 whatever the code of a process is; `dpllm train` therefore has the processes note theirs in a file.
+accelerate, torchrun and DeepSpeed number their processes by environment variables, and exit with code 1 whatever the
+exit code of a process is. The processes of `dpllm train` therefore write their exit codes to a file.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def check_numbers() -> None:
 
 
 def note_exit_code(code: int) -> None:
-    """Tell the waiting `dpllm train` the exit code of this process; without one nothing is done."""
+    """Append this process's exit code to the file of `dpllm train`; without such a file, do nothing."""
     path = os.environ.get(EXIT_CODES)
     if path:
         with contextlib.suppress(OSError), open(path, "a", encoding="utf-8") as file:

@@ -1,6 +1,6 @@
-"""The metrics that a recipe may ask for beyond perplexity or accuracy, and the tasks that they fit.
+"""The values of ``data.metrics``, in addition to perplexity or accuracy, and the tasks that each fits.
 
-Place in the flow: below the recipe, whose ``data.metrics`` names them; `dpllm.training.held_out` computes them.
+`dpllm.training.held_out` computes them.
 """
 
 from __future__ import annotations

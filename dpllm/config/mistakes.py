@@ -1,8 +1,7 @@
-"""How an error is shown to a user: one line for a mistake, a traceback for a fault of the library.
+"""Print an error: one line for a mistake of the user, a traceback for a bug.
 
-Place in the flow: around the programs (the command line, `recipes/compare.py`). A mistake in a
-recipe, in the data or on the disk is printed as one line, ``error: ...``, with exit code 2. Anything else is a fault of
-the program: one line says so, the whole traceback follows, and the exit code is 1.
+A mistake in a recipe, in the data or on the disk is one line, ``error: ...``, with exit code 2. Any other error is a
+bug: one line with the error, the whole traceback, and exit code 1.
 """
 
 from __future__ import annotations

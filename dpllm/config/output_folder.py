@@ -1,7 +1,7 @@
-"""Check that a run can write its results: the output folder is tested before anything else is done.
+"""Check that a run can write its results, before any record is read.
 
-Place in the flow: before the data. The folder is created, a small file is written and removed, and folders that did not
-exist before are removed again. A refused recipe therefore leaves nothing behind.
+The check creates the folder, writes and removes a small file, and removes the folders that it created, so a refused
+recipe leaves nothing behind.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The section ``privacy`` of a recipe: the guarantee, and the public constants of the mechanism that provides it.
 
-Place in the flow: a part of `dpllm.config.recipe`; `dpllm.privacy.plan.make_plan` turns it into a plan. `PrivacyConfig`
-holds public values only; nothing in it may be derived from the private data.
+`dpllm.privacy.plan.make_plan` makes a plan of a `PrivacyConfig`. Its values are public: none may be derived from the
+private data.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The value of ``model.quantization``: how the frozen weights under an adapter are stored.
 
-Place in the flow: below the configuration, which calls this when a recipe is read; `dpllm.models.quantization` makes
-the library's configuration of it, and `dpllm.planning` the bytes. A quantised weight is not trained. Whether it couples
-rows is decided by how its products are computed: weights of 4 bits, and of 8 bits with one scale per row of the matrix
-and one per token, leave rows apart.
+`dpllm.models.quantization` makes the library's configuration from it, and `dpllm.planning` computes the bytes. A
+quantised weight is not trained. The rows of a batch stay independent with 4-bit weights, and with 8-bit weights that
+have one scale per matrix row and one per token.
 
 Sources: Dettmers et al., QLoRA (2023), arXiv:2305.14314; Dettmers et al., LLM.int8() (2022), arXiv:2208.07339.
 """
@@ -48,7 +47,7 @@ class Quantization:
         if self.outlier_threshold:
             raise ConfigError(
                 f"quantization.outlier_threshold={self.outlier_threshold:g} chooses outlier columns over all rows of "
-                "the batch (LLM.int8), so a row's gradient would depend on the rows beside it. Leave it out: it is 0, "
+                "the batch (LLM.int8), so a row's gradient would depend on other rows. Leave it out: it is 0, "
                 "every token then has its own scale. Or use nf4"
             )
 

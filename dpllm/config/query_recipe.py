@@ -1,7 +1,7 @@
 """The recipe of a query run: the sections ``data`` and ``privacy``, and one section of its method instead of ``train``.
 
-Place in the flow: beside `dpllm.config.recipe`, whose rules for keys, overrides and messages it has. The
-sections are those of the installed methods (`dpllm.registry`).
+Keys, overrides and errors follow the rules of `dpllm.config.recipe`. The installed methods have the sections
+(`dpllm.registry`).
 """
 
 from __future__ import annotations

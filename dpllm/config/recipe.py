@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -24,6 +24,9 @@ from dpllm.config.tasks import TASKS
 from dpllm.config.train_values import check_train, refuse_own, with_schedule
 from dpllm.config.values import ConfigError, between
 from dpllm.mechanism.limits import NOISE_MEMORIES
+
+if TYPE_CHECKING:
+    from dpllm.config.recipe_file import Source
 
 DTYPES = ("float32", "bfloat16", "auto")
 COMPILE = ("none", "blocks")
@@ -140,7 +143,7 @@ class PublicPretrainConfig:
 def _language(given: Any) -> Any:
     for code in given if isinstance(given, list) else [given]:
         if code is not None and not (isinstance(code, str) and is_language(code)):
-            raise ValueError("must be a code such as en, de or pt-BR, or a list of them")
+            raise ValueError("must be a code of BCP 47 such as en, de or pt-BR, or a list of them")
     return given
 
 
@@ -213,11 +216,13 @@ class Recipe:
     """Section: the rows that go through the model at once."""
     beside: dict[str, Any] = Field(default_factory=dict)
     """Sections of methods that stand beside ``train``, by name (`dpllm.registry`); each is a key of the file.
-    ``federate`` is that of a federated run (`dpllm methods federated`): ``train`` then has the rounds as ``max_steps``
+    ``federated`` is that of a federated run (`dpllm methods federated`): ``train`` then has the rounds as ``max_steps``
     and the server's ``learning_rate``."""
     noise_memory: Annotated[str, OneOf(NOISE_MEMORIES)] = "auto"
     """For correlated noise: stored keeps the noise of earlier steps, regenerated draws it again in each step (no
     memory, more time), auto stores as much as fits a quarter of the device's memory. It changes no number."""
+    source: ClassVar[Source | None] = None
+    """The file and the overrides that the recipe was read from; no key."""
 
     def __post_init__(self) -> None:
         """Check the combinations of two sections."""

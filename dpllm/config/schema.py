@@ -1,7 +1,4 @@
-"""All keys of a recipe, from the sections themselves: a JSON schema for editors, and the table of `recipes/README.md`.
-
-Place in the flow: beside the recipe; nothing in a run reads it.
-"""
+"""The JSON schema of a recipe, for editors, and the tables of keys in `recipes/README.md`. No run reads them."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ _SHAPES: Mapping[tuple[str, str], dict[str, Any]] = {
         ]
     },
     ("Microbatch", "tokens"): {"anyOf": [{"type": "integer", "minimum": 1}, {"const": "auto"}]},
-    ("TeachConfig", "train"): _OBJECT,
+    ("PateConfig", "train"): _OBJECT,
     ("PublicPretrainConfig", "train"): _OBJECT,
 }
 """What files may have where a validator takes several kinds."""
@@ -104,7 +101,7 @@ def _reference(kind: type) -> dict[str, Any]:
 
 
 def _nullable(schema: dict[str, Any], required: bool) -> dict[str, Any]:
-    """Return a schema that an empty value fits too, which stands for the default."""
+    """Return a schema that also accepts null, which means the default."""
     return schema if required else {"anyOf": [schema, _NULL]}
 
 

@@ -1,15 +1,15 @@
-"""The base of a recipe's sections: kinds and ranges that pydantic checks, and its errors in the words of `ConfigError`.
+"""The base of a recipe's sections: pydantic checks kinds and ranges, and its errors become `ConfigError`.
 
-Place in the flow: below the sections. A section is a frozen dataclass with keywords only. Its values are checked when
-it is made, in YAML and in Python alike, and again by `dataclasses.replace`. Kinds are strict: a text is no number, 1 is
-not true, 8.5 is no whole number; a whole number is taken for a float.
+A section is a frozen dataclass with keyword arguments only. Its values are checked when it is made from YAML or in
+Python, and again by `dataclasses.replace`. Kinds are strict: a text is no number, 1 is not true, 8.5 is no whole
+number. A whole number is accepted for a float.
 """
 
 from __future__ import annotations
 
 import functools
-import numbers
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, NoReturn, TypeVar, dataclass_transform
 
@@ -34,7 +34,7 @@ class OneOf:
     """
 
     def __init__(self, choices: Sequence[str]) -> None:
-        """Keep the texts."""
+        """Store the texts."""
         self.choices = choices
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
@@ -46,13 +46,14 @@ class Why(str):
     """The reason for an upper bound and the remedy, at the end of the error of a value beyond it."""
 
 
-def _plain(value: Any) -> Any:
-    """Return numbers of NumPy and the like as Python's own; anything else as it is."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        return value
-    if isinstance(value, numbers.Integral):
-        return int(value)
-    return float(value)
+def _python_values(value: Any) -> Any:
+    """Return NumPy's scalars as Python's, in mappings and lists too; anything else as it is."""
+    numpy = sys.modules.get("numpy")  # without it there are none
+    if numpy is not None and isinstance(value, numpy.generic):
+        return value.item()
+    if type(value) is dict:
+        return {_python_values(key): _python_values(one) for key, one in value.items()}
+    return [_python_values(one) for one in value] if type(value) is list else value
 
 
 def _text(value: str) -> str:
@@ -68,8 +69,8 @@ def _names(value: Any) -> Any:
     return dict(value)
 
 
-Number = Annotated[float, BeforeValidator(_plain)]
-Whole = Annotated[int, BeforeValidator(_plain)]
+Number = float
+Whole = int
 Count = Annotated[Whole, Field(ge=1)]
 Share = Annotated[Number, Field(ge=0, lt=1)]
 Text = Annotated[str, AfterValidator(_text)]
@@ -102,7 +103,7 @@ def section(cls: type[_Section]) -> type[_Section]:
     @functools.wraps(init)
     def checked(self: Any, **given: Any) -> None:
         try:
-            init(self, **given)
+            init(self, **{key: _python_values(value) for key, value in given.items()})
         except ValidationError as error:
             raise_first(error, made)
 
@@ -111,7 +112,7 @@ def section(cls: type[_Section]) -> type[_Section]:
 
 
 def make(kind: type[_Section], given: Mapping[Any, Any], name: str) -> _Section:
-    """Make a section that stands in another one; a value of None is the default.
+    """Make a section inside another one; a value of None means the default.
 
     Raises:
         ConfigError: as of its ``__init__``, with the name of the section before the key.
@@ -153,7 +154,7 @@ def raise_first(error: ValidationError, kind: Any = None) -> NoReturn:
         error: of the values of a section.
         kind: the section.
     """
-    # A name that does not exist is said before the values: a missing value may be the one of a misspelt key.
+    # An unknown key is reported first: a missing key may be its correct spelling.
     found = sorted(error.errors(include_url=False), key=lambda one: one["type"] != "unexpected_keyword_argument")[0]
     place, cause = found["loc"], found.get("ctx", {}).get("error")
     if not place and isinstance(cause, ConfigError):

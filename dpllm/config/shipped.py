@@ -1,7 +1,6 @@
-"""The files that travel with dpllm beside its modules: recipes, accelerate configs and launch scripts.
+"""Find the files that are installed with dpllm: recipes, accelerate configs and launch scripts.
 
-Place in the flow: first, where a command gets the name of a recipe or of an accelerate config. A checkout has these
-folders at its top, and also an editable installation does. A wheel has them in the package (`setup.py`).
+A checkout and an editable installation have these folders at the top. A wheel has them in the package (`setup.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ def shipped_root() -> Path:
         if (root / ACCELERATE_CONFIGS / "single.yaml").is_file():
             return root
     raise ConfigError(
-        f"the recipes and accelerate configs of dpllm are not beside {_PACKAGE}: install dpllm again (pip install "
+        f"the recipes and accelerate configs of dpllm are not next to {_PACKAGE}: install dpllm again (pip install "
         "--force-reinstall dpllm)"
     )
 
@@ -40,30 +39,17 @@ def shipped_configs() -> dict[str, Path]:
 
 
 def recipe_file(given: str | Path) -> Path:
-    """Return the file of a recipe: a file here, or the shipped recipe of this name.
-
-    Args:
-        given: a path, "quickstart", or "recipes/quickstart.yaml".
-
-    Returns:
-        The path; if there is neither, ``given`` itself.
-    """
+    """Return the file of a recipe: a file, or the shipped recipe "quickstart" or "recipes/quickstart.yaml"."""
     return _file(given, RECIPES)
 
 
 def config_file(given: str | Path) -> Path:
-    """Return the file of an accelerate config: a file here, or the shipped config of this name.
-
-    Args:
-        given: a path, "fsdp2", or "accelerate_configs/fsdp2.yaml".
-
-    Returns:
-        The path; if there is neither, ``given`` itself.
-    """
+    """Return the file of an accelerate config: a file, or a shipped one, as `recipe_file`."""
     return _file(given, ACCELERATE_CONFIGS)
 
 
 def _file(given: str | Path, folder: str) -> Path:
+    """Return a file, or the shipped one of this name; the path itself if there is neither."""
     path = Path(given).expanduser()
     if path.is_absolute() or path.is_file():
         return path

@@ -1,7 +1,7 @@
-"""The tasks that a model can be trained for: one line for each, with all that the other folders need to know of it.
+"""The tasks of a model (``model.task``), one line for each.
 
-Place in the flow: below the recipe, whose ``model.task`` is one of `TASKS`. A new task is one line here, a loss per row
-in `dpllm.models.losses`, and a way from records to labels in `dpllm.data.tokenization`.
+A new task needs a line here, a loss per row in `dpllm.models.losses`, and the labels of a record in
+`dpllm.data.tokenization`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The values of ``train`` that decide about privacy, or that have a range; and the names that are dpllm's own.
+"""Check the values of ``train`` that affect privacy or have a range, and dpllm's own names in that section.
 
-Place in the flow: below the configuration, which checks a recipe's sections with this table as soon as they are read;
-the arguments of `DPTrainer` are checked with the same table. ``TrainingArguments`` converts nothing and checks little:
-without the table a quoted learning rate or a fractional batch size would fail hours later, or never. The kinds of all
-other names are checked where the arguments are made (`dpllm.training.argument_kinds`), before any record is read.
+The table applies to recipes and to the arguments of `DPTrainer`. ``TrainingArguments`` converts nothing and checks
+little: without the table, a quoted learning rate or a fractional batch size would fail hours later or never.
+`dpllm.training.arguments` checks the kinds of all other names before any record is read.
 """
 
 from __future__ import annotations
@@ -139,14 +138,14 @@ _ADAMW = ("adamw_torch", "adamw_torch_fused")
 
 
 def second_moment_of(optim: str, optim_args: str | None) -> str | None:
-    """Return the second moment that a private training's ``optim_args`` ask for; None: AdamW's own.
+    """Return the second moment that ``optim_args`` of a private training select; None: AdamW's own.
 
     Args:
         optim: ``train.optim``.
         optim_args: ``train.optim_args``; names without a value are left to ``TrainingArguments``.
 
     Raises:
-        ConfigError: AdamW gets an option that it has not, which would be ignored; or another optimizer gets this one.
+        ConfigError: AdamW has no such option and would ignore it, or a different optimizer has the option.
 
     >>> second_moment_of("adamw_torch", "second_moment=low_passed"), second_moment_of("sgd", "momentum=0.9")
     ('low_passed', None)

@@ -1,7 +1,6 @@
 """Checks of single values by kind and by range, and the error that every configuration mistake raises.
 
-Place in the flow: the lowest module, below the configuration. A value is checked before anything else happens. Every
-message names the key, the value and the remedy in one line.
+Every error names the key, the value and the remedy in one line.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import difflib
 import math
 import numbers
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 _NUMBER_IN_QUOTES = re.compile(r"\s*[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?\s*")
@@ -155,3 +154,16 @@ def _kind(value: Any) -> str:
     if isinstance(value, str) and is_number_in_quotes(value):
         return f"{words}: it is in quotes, so it is a text; write it without them"
     return words
+
+
+def json_value(value: Any) -> Any:
+    """Return a value with every infinite number replaced by "inf", in mappings and sequences too.
+
+    >>> json_value({"epsilon": math.inf, "curve": (1, 2.5)})
+    {'epsilon': 'inf', 'curve': [1, 2.5]}
+    """
+    if isinstance(value, Mapping):
+        return {key: json_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_value(item) for item in value]
+    return "inf" if isinstance(value, float) and math.isinf(value) else value

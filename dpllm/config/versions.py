@@ -1,8 +1,7 @@
-"""Versions: which dpllm this is, by its commit, and which versions other packages have.
+"""The version of dpllm, by its commit, and the versions of other packages.
 
-Place in the flow: below everything that writes a file. Plans, ledgers and reports are computed by code that changes, so
-each ledger and report names the commit of dpllm that wrote it. `setup.py` runs this file by itself before anything is
-installed, so it imports only the standard library.
+The code that computes plans, ledgers and reports changes, so each ledger and report names the commit that wrote it.
+`setup.py` runs this file before anything is installed, so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class CodeVersion(NamedTuple):
 def code_version() -> CodeVersion:
     """Return the version of the running package: of its git checkout, or of the checkout from which it was built.
 
-    A process reads it once, when it is first asked for. In a checkout that git cannot read, because there is no git or
+    A process reads it once. In a checkout that git cannot read, because there is no git or
     it refuses (``safe.directory``), the version is unknown: the metadata of an installation may be older than the code.
     """
     return version_of(_PACKAGE)
@@ -73,7 +72,9 @@ def _of_checkout(package: Path) -> CodeVersion | None:
     if project != "dpllm" or found is None or _git(root, "ls-files", "--error-unmatch", inside) is None:
         return None
     top, shallow, commit = found.splitlines()
-    count = "0" if shallow == "true" else _git(root, "rev-list", "--count", "HEAD")  # a part of them is no number
+    count = (
+        "0" if shallow == "true" else _git(root, "rev-list", "--count", "HEAD")
+    )  # a shallow clone has no such number
     status = _git(root, "status", "--porcelain", "--untracked-files=no", "--", package.name)
     new = _git(root, "ls-files", "--others", "--exclude-standard", "--", f"{package.name}/*.py")
     if Path(top).resolve() != root or count is None or status is None or new is None:
@@ -113,7 +114,7 @@ def has_format(found: Any, due: int) -> bool:
 
 
 def other_format(kind: str, found: Any, due: int, written_by: str | None = None) -> str:
-    """Return the words about a file of another format, and what reads it.
+    """Return the error of a file with a different format, and the version that reads it.
 
     Args:
         kind: of the file, in words.

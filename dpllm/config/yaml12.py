@@ -1,8 +1,7 @@
 """A strict YAML reader: one meaning for every number, no repeated keys, and limits on size, depth and aliases.
 
-Place in the flow: below the configuration, which reads recipes with it. Numbers are plain decimals. YAML 1.1 and 1.2
-disagree on ``020`` (16 or 20), ``1:30`` (90 or a text) and ``1_6`` (16 or a text), so these are refused: a value that
-determines the privacy must not depend on the version of the reader.
+Numbers are plain decimals. YAML 1.1 and 1.2 disagree on ``020`` (16 or 20), ``1:30`` (90 or a text) and ``1_6`` (16 or
+a text), so these are refused: a value that affects privacy must not depend on the version of the reader.
 """
 
 from __future__ import annotations

@@ -6,11 +6,12 @@ values that fit that name. The example of each column is only for the person at 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 import statistics
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,10 +115,12 @@ class Columns:
     Attributes:
         facts: name -> facts, in the order of the file.
         people: columns whose name is that of a person's id and whose first values repeat.
+        faults: name -> why the column cannot be used, such as a name that two columns have.
     """
 
     facts: dict[str, ColumnFacts]
     people: tuple[str, ...] = ()
+    faults: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def kinds(self) -> dict[str, str]:
@@ -209,7 +212,7 @@ def columns_of(data: DataConfig) -> Columns:
     facts = {field.name: _facts_of(field.type, table.column(field.name)[:_ROWS]) for field in fields}
     values = {name: table.column(name).to_pylist() for name in facts if names_people(name)}
     people = tuple(name for name, own in values.items() if _are_ids(name, own) and _is_shared(own))
-    return Columns(facts, people)
+    return Columns(facts, people, {name: words for name, words in reading.faults.items() if name != NOTHING})
 
 
 def _first_table(

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dpllm.config.formats.chat import BESIDE, OPTIONS, SYSTEM
+from dpllm.config.formats.catalogue import BESIDE, OPTIONS, SYSTEM
 from dpllm.data.readers import DataError
 from dpllm.data.values import own_value
 

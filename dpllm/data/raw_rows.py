@@ -16,9 +16,8 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from dpllm.config import TASKS, ConfigError, DataConfig, RecordFormat, read_section
-from dpllm.config.formats.catalogue import FORMATS
+from dpllm.config.formats.catalogue import FORMATS, TextFormat
 from dpllm.config.formats.record_format import TextLabel, columns_in
-from dpllm.config.formats.text import TextFormat
 from dpllm.config.recipe_file import UNIT
 from dpllm.config.tasks import labels_of
 from dpllm.data.lengths import TOKENS

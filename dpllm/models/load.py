@@ -368,7 +368,7 @@ def _lora_config(model: ModelConfig) -> LoraConfig:
     known = [field.name for field in dataclasses.fields(LoraConfig)]
     for key in arguments:
         if key not in known:
-            raise ConfigError(f"model.adapter: LoraConfig has no argument '{key}'{nearest(str(key), known)}")
+            raise ConfigError(f"model.adapter.{key}: LoraConfig has no argument '{key}'{nearest(str(key), known)}")
     check_kinds("model.adapter", arguments, LoraConfig, {"lora_alpha": float}, ("init_lora_weights",))
     for key, check in _RANGES.items():
         if arguments.get(key) is not None:

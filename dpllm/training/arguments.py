@@ -12,6 +12,7 @@ import dataclasses
 import inspect
 import math
 import os
+import re
 import typing
 from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
@@ -133,7 +134,8 @@ def check_section(section: Mapping[str, Any]) -> Any:
     known = {field.name for field in dataclasses.fields(kind) if field.init}
     for name in section:
         if name not in known and name not in OWN:
-            raise ConfigError(f"train.{name} is unknown{nearest(str(name), known)}")
+            remedy = nearest(str(name), known) or f": {kind.__name__} has no such argument, leave it out"
+            raise ConfigError(f"train.{name} is unknown{remedy}")
     check_train("train", section)
     check_kinds("train", section, kind, _TAKEN, (*PLAIN, *FILES))
     return kind
@@ -162,7 +164,9 @@ def training_arguments(section: Mapping[str, Any]) -> TrainingArguments:
         made: TrainingArguments = kind(**{**_processes_on_cpu(), **given})
         return made
     except (*_UNUSABLE, NotImplementedError) as error:
-        raise ConfigError(f"train: {' '.join(str(error).split())}") from error
+        words = " ".join(str(error).split())
+        named = next((f".{name}={value}" for name, value in given.items() if re.search(rf"\b{name}\b", words)), "")
+        raise ConfigError(f"train{named}: {words}") from error
 
 
 def train_schema() -> dict[str, Any]:

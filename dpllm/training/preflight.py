@@ -23,6 +23,7 @@ from dpllm.config.extras import require
 from dpllm.config.formats.record_format import Chat
 from dpllm.config.metrics import METRICS
 from dpllm.config.output_folder import REPORTS, check_output_folder
+from dpllm.config.recipe_file import located
 from dpllm.data.chat import ChatTemplate
 from dpllm.engines.errors import no_totals
 from dpllm.mechanism.catalogue import clipping_of, noise_of, with_randomness
@@ -56,10 +57,13 @@ def check_values(recipe: Recipe) -> None:
     Raises:
         ConfigError: a name is unknown, or a value of another kind or out of range.
     """
-    if recipe.public_pretrain is not None:
-        _check_train("public_pretrain.train", {"output_dir": "unused", **recipe.public_pretrain.train}, False, False)
-    _check_train("train", recipe.train, to_train=False, private=True)
-    check_adapter(recipe.model)
+    with located(recipe):
+        if recipe.public_pretrain is not None:
+            _check_train(
+                "public_pretrain.train", {"output_dir": "unused", **recipe.public_pretrain.train}, False, False
+            )
+        _check_train("train", recipe.train, to_train=False, private=True)
+        check_adapter(recipe.model)
 
 
 def check_recipe(recipe: Recipe, to_train: bool = True) -> list[str]:
@@ -79,6 +83,11 @@ def check_recipe(recipe: Recipe, to_train: bool = True) -> list[str]:
             parameters than the noise accounting supports.
         BudgetError: the budget file cannot be read.
     """
+    with located(recipe):
+        return _check_recipe(recipe, to_train)
+
+
+def _check_recipe(recipe: Recipe, to_train: bool) -> list[str]:
     public = recipe.public_pretrain
     if public is not None:
         folder = Path(str(recipe.train.get("output_dir", ""))) / PRETRAINED_FOLDER

@@ -1,4 +1,4 @@
-"""The settings that a recipe leaves out: batch size, steps, learning rate and what goes with it, each with a reason.
+"""Compute the settings that a recipe leaves out: batch size, steps, learning rate and related keys, with reasons.
 
 A recipe of four sections and six keys trains: `proposals` computes the rest before anything is trained, and
 `complete_recipe` returns the recipe with it. Hardware has no influence, and of the private records only N, which the
@@ -32,7 +32,7 @@ _WEIGHTS = ("*.json", "*.safetensors")
 def complete_recipe(
     path: str | Path, overrides: Sequence[str] = (), to_train: bool = False
 ) -> tuple[Recipe, tuple[Setting, ...]]:
-    """Return the recipe of a file with the settings that it leaves out, and these; else as `dpllm.config.load_recipe`.
+    """Return the recipe of a file, completed by the settings that it leaves out, and those settings.
 
     Args:
         path: a file, or the name of a shipped recipe.
@@ -97,15 +97,30 @@ def proposals(path: str | Path, overrides: Sequence[str] = (), to_train: bool = 
 
 def _batch_and_steps(recipe: Recipe, units: UnitIndex, lacks: Callable[..., bool]) -> list[Setting]:
     """Return b and T where the recipe lacks them."""
-    count = units.num_rows if recipe.privacy.sampling == "example" else units.num_units
-    batch = recipe.privacy.expected_batch_size or defaults.batch_and_steps(count)[0]
-    steps = defaults.steps_for(count, batch)
+    privacy = recipe.privacy
+    rows = privacy.sampling == "example"
+    count, noun = (units.num_rows, "rows") if rows else (units.num_units, "units")
+    batch = defaults.batch_size(privacy, count)
+    lacks_steps = lacks(_STEPS, "train.num_train_epochs")
+    steps = recipe.train.get("max_steps") or 0
+    if lacks_steps:
+        steps = defaults.steps_for(count, batch)
+    passes = steps * batch / count if steps > 0 else recipe.train.get("num_train_epochs") or 3
+    passes_words = f"{passes:.1f} passes over the {count:,} {noun}"
+    ends = " at most: the run ends before the step that would exceed ε" if privacy.epsilon is not None else ""
     found = []
     if lacks(_BATCH):
-        found.append(Setting(_BATCH, batch, defaults.batch_reason(count, batch, steps), None))
-    if lacks(_STEPS, "train.num_train_epochs"):
-        passes = f"{steps * batch / count:.1f} passes over the {count:,} units, {batch:,} in a step on average."
-        found.append(Setting(_STEPS, steps, passes, None))
+        reason = f"{batch / count:.1%} of the {count:,} {noun} in a step on average, and {passes_words}"
+        if privacy.noise_multiplier is not None:
+            reason += f"{ends}. At a given σ, larger batches cost more ε."
+        elif rows or not lacks_steps:
+            reason += f". At the same ε, a larger batch has more noise in all, and less for each of its {noun}."
+        else:
+            reason = defaults.batch_reason(count, batch, steps)
+        found.append(Setting(_BATCH, batch, reason, None))
+    if lacks_steps:
+        ends = ends if privacy.noise_multiplier is not None else ""
+        found.append(Setting(_STEPS, steps, f"{passes_words}, {batch:,} in a step on average{ends}.", None))
     return found
 
 

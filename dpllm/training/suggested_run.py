@@ -130,7 +130,7 @@ def suggested_run(recipe: Recipe, units: UnitIndex, own_noise: bool = False) -> 
     steps = num_private_steps(training_arguments(to_plan(recipe.train)), privacy, population)
     settings = [*_optimizer(recipe), *_schedule(recipe, steps)]
     train = {**recipe.train, **{item.key.removeprefix("train."): item.value for item in settings}}
-    noise, kept = (privacy.noise, "The recipe's.") if own_noise else _noise_to_choose_from(recipe)
+    noise, kept = (privacy.noise, "Kept.") if own_noise else _noise_to_choose_from(recipe)
     chosen = dataclasses.replace(
         recipe, train=train, privacy=dataclasses.replace(privacy, noise=noise, clip_norm=CLIP_NORM)
     )
@@ -201,14 +201,15 @@ def _schedule(recipe: Recipe, num_steps: int) -> list[Setting]:
     words = "So few steps have no warm-up." if few else constant
     decay = average_decay(num_steps)
     average, covered = {"kind": "ema", "decay": decay}, round(1 / (1 - decay))
+    most = "" if None in (recipe.privacy.epsilon, recipe.privacy.noise_multiplier) else "at most "
     found = [
         Setting("train.lr_scheduler_type", kind, words, before.get("lr_scheduler_type")),
         Setting("train.warmup_steps", share, words, before.get("warmup_steps", 0)),
         Setting(
             "train.average",
             average,
-            f"The released weights are an average of about the last {covered} of {num_steps:,} steps, which have less "
-            "noise. It costs no ε.",
+            f"The released weights are an average of about the last {covered} of {most}{num_steps:,} steps, which have "
+            "less noise. It costs no ε.",
             _as_mapping(before.get("average")),
         ),
     ]
@@ -227,15 +228,15 @@ def _noise_to_choose_from(recipe: Recipe) -> tuple[Any, str]:
     """Return the noise whose candidates are compared, and the reason if the recipe's is kept."""
     privacy, spec = recipe.privacy, Spec.of(recipe.privacy.noise)
     if privacy.noise_multiplier is not None:
-        return privacy.noise, "The recipe's: it fixes σ, and bands are compared at one ε only (privacy.epsilon)."
+        return privacy.noise, "Kept: noise_multiplier fixes σ, and bands are compared only where ε determines it."
     if privacy.sampling == "example":
-        return privacy.noise, "The recipe's: correlated noise is for runs that draw whole units."
+        return privacy.noise, "Kept: correlated noise is for runs that draw whole units."
     if privacy.randomness == "discrete":
-        return privacy.noise, "The recipe's: correlated noise is for normal numbers, and the recipe's are discrete."
+        return privacy.noise, "Kept: correlated noise is for normal numbers, and the recipe's are discrete."
     if spec.kind not in ("independent", "banded"):
         return (
             privacy.noise,
-            "The recipe's: its units are not sampled, and bands: auto compares noises of sampled ones.",
+            "Kept: its units are not sampled, and bands: auto compares noises of sampled ones.",
         )
     strategy = dict(spec.options).get("strategy") if spec.kind == "banded" else None
     return {"kind": "banded", "bands": "auto", **({"strategy": strategy} if strategy else {})}, ""

@@ -238,6 +238,10 @@ def test_compare_prints_every_method() -> None:
     assert methods["PLD, dp_accounting"] == pytest.approx(4.8137, abs=1e-3)
     assert methods["Rényi"] == pytest.approx(5.2960, abs=1e-3)
     assert methods["basic composition"] > methods["advanced composition"] > methods["zCDP"] > methods["PLD"]
+    target = ["epsilon", "--target", "8", "--delta", "1e-5", "--sampling-rate", "0.1", "--steps", "3", "--compare"]
+    values = as_json(target)
+    shown = run(target)
+    assert values["target_epsilon"] == 8 and f"{values['noise_multiplier']:.6g}" in shown and "Rényi" in shown
     table = run([*EPSILON, "--compare"])
     assert all(name in table for name in ("PLD", "dp_accounting", "Rényi", "zCDP", "4.8137", "upper bound"))
 
@@ -319,11 +323,14 @@ def test_what_people_know_is_noted(folder: Path) -> None:
     given = ["dataset=notes", "trained_by=IT", "license=mit", "language=en, de"]
     last = as_json(["report", "note", str(folder), *given, "base_model=org/base"])
     assert (last["definition"]["dataset"], last["noted"]["language"]) == ("notes", ["en", "de"])
-    assert last["utility"] == {"accuracy on public data": "0.83"} and last["open_points"] == []
+    assert last["utility"] == {"accuracy on public data": 0.83} and last["open_points"] == []
     assert "is no code of a language" in refuse(["report", "note", str(folder), "language=English"])
     for wrong, words in (
         ("0.83", "must be KEY=VALUE"),
         ("utility.=0.83", "name of the figure"),
+        ("utility.accuracy=abc", "utility.accuracy=0.83"),
+        ("utility.accuracy=nan", "finite number"),
+        ("language=xxq", "is no code of a language"),
         ("by=x", "its person"),
         ("holder=x", "did you mean 'data_holder'"),
         ("utility.a=1 utility.a=2", "given twice"),

@@ -87,6 +87,17 @@ def test_keys_of_reading_are_given_as_in_a_recipe(model):
     assert "privacy.delta: init takes data." in refused("reviews.json", "privacy.delta=1e-6", "--yes")
 
 
+@pytest.mark.parametrize("repeated", ["note", "patient_id"])
+def test_a_name_that_two_columns_have_is_an_error(repeated):
+    """Nobody is protected less because the column of the ids was dropped."""
+    names = ["note", "patient_id", repeated]
+    rows = [",".join([" ".join(WORDS[:5]), f"p{n % 30}", f"q{n % 7}"]) for n in range(120)]
+    Path("twice.csv").write_text("\n".join([",".join(names), *rows]))
+    assert f"two columns are named '{repeated}'" in refused("twice.csv", "model=m", "--yes")
+    assert f"'{repeated}'" in refused("twice.csv", "model=m", f"data.columns.text={repeated}", "data.columns.unit=null")
+    assert "is also the column" in refused("notes.jsonl", "model=m", "data.columns.text=note", "data.columns.unit=note")
+
+
 def test_a_folder_without_a_split_train_is_trained_on(model):
     """By the split that the recipe names, in each part of the run that looks at the files."""
     for name in ("dev", "test"):
@@ -131,7 +142,11 @@ def test_questions_have_proposals_and_are_asked_again(model, terminal):
     shown = asked(answers)
     assert "got 'poem'" in shown and "no column 'nota'; did you mean 'note'? It has note_id" in shown
     assert "nowhere.jsonl: no such file" in shown and shown.count("give a name") == 2
-    assert "there is no such folder" in shown and "must be > 0" in shown and "a recipe's name ends in .yaml" in shown
+    assert (
+        "there is no such folder" in shown
+        and "must be greater than 0" in shown
+        and "a recipe's name ends in .yaml" in shown
+    )
     assert "[patient_id]" in shown and "[note]" in shown and "[8.0]" in shown
     recipe = load_recipe("x.yaml")
     assert recipe.privacy.protects == "sequence" and recipe.privacy.epsilon == 3
@@ -166,7 +181,7 @@ def test_columns_that_are_given_decide_the_format(model):
         (["notes.jsonl", "data.eval=held_out.jsonl"], "takes a share"),
         (["notes.jsonl", "model.adapter={r: 4, bias: all}"], "model.adapter.bias"),
         (["notes.jsonl"], "model is missing"),
-        (["absent.jsonl", "privacy.epsilon=0"], "privacy.epsilon must be > 0"),
+        (["absent.jsonl", "privacy.epsilon=0"], "privacy.epsilon must be greater than 0"),
         (["notes.jsonl", "--output", "notes.jsonl"], "a recipe's name ends in .yaml"),
         (["notes.jsonl", "--output", "there.yaml"], "exists already"),
     ],

@@ -33,8 +33,9 @@ from dpllm.config.schema import key_tables, recipe_schema
 from dpllm.config.shipped import shipped_recipes
 from dpllm.config.train_values import WARM_UP
 from dpllm.config.yaml12 import read_yaml
-from dpllm.methods.federated.section import FederateConfig
+from dpllm.methods.federated.section import FederatedConfig
 from dpllm.training.arguments import train_schema
+from dpllm.training.preflight import check_values
 
 PRIVACY: dict[str, Any] = {"epsilon": 8, "delta": 1e-6, "clip_norm": 1, "expected_batch_size": 64}
 USERS: dict[str, Any] = {"unit": "id", "max_rows_per_unit": 3}
@@ -69,6 +70,26 @@ def test_whole_numbers_become_floats() -> None:
     config = PrivacyConfig(noise_multiplier=1, clip_norm=2, expected_batch_size=np.int64(8))
     assert isinstance(config.noise_multiplier, float) and isinstance(config.clip_norm, float)
     assert type(config.expected_batch_size) is int
+
+
+def test_numpy_scalars_are_python_numbers(tmp_path: Path) -> None:
+    """In every section, in lists and mappings too, so that the recipe can be written; kinds stay strict."""
+    recipe = Recipe(
+        model=ModelConfig(name="gpt2", adapter={"r": np.int64(8)}, trust_remote_code=np.bool_(True)),
+        data=DataConfig(path=np.str_("x"), max_length=np.int32(8), eval=np.float32(0.25)),
+        privacy=PrivacyConfig(epsilon=np.float32(8), clip_norm=np.float16(0.5), noise={"kind": "banded", "bands": 2}),
+        train={"learning_rate": np.float64(0.5), "bf16": np.bool_(False), "max_steps": np.int8(3)},
+        microbatch=Microbatch(tokens=np.int64(512), pack=np.True_),
+    )
+    assert recipe.privacy.epsilon == 8.0 and recipe.data.eval == HeldOut(share=0.25) and recipe.model.trust_remote_code
+    assert {type(value) for value in recipe.train.values()} >= {float, bool, int} and recipe.microbatch.pack is True
+    save_recipe(recipe, tmp_path / "recipe.yaml")
+    assert load_recipe(tmp_path / "recipe.yaml") == recipe
+    for wrong in ({"max_length": np.float32(8)}, {"max_length": np.bool_(True)}, {"limit": np.array([3])}):
+        with pytest.raises(ConfigError, match="must be a whole number"):
+            DataConfig(**{"path": "x", **wrong})
+    with pytest.raises(ConfigError, match="normalize_ids must be true or false"):
+        PrivacyConfig(epsilon=8, normalize_ids=np.int64(1))
 
 
 def test_privacy_config_is_frozen() -> None:
@@ -138,6 +159,16 @@ def test_the_format_follows_from_the_columns(columns: dict[str, str], format: st
     }
 
 
+@pytest.mark.parametrize(
+    "columns", [{"text": "note", "unit": "note"}, {"unit": "text"}, {"prompt": "q", "completion": "a", "unit": "q"}]
+)
+def test_a_text_is_no_unit(columns: dict[str, str]) -> None:
+    """Texts that differ in a letter would be two people."""
+    with pytest.raises(ConfigError, match=f"columns.unit={columns['unit']} is also the column of"):
+        DataConfig(path="x.jsonl", columns=columns)
+    assert DataConfig(path="x.jsonl", columns={"text": "q", "label": "who", "unit": "who"}).column("unit") == "who"
+
+
 def test_the_unit_of_a_recipe_is_a_column(recipe_path: Path, tmp_path: Path) -> None:
     """It is written in ``data.columns`` alone, and both sections have it."""
     plain = load_recipe(recipe_path)
@@ -185,8 +216,9 @@ def test_what_people_know_about_a_release_is_a_section(tmp_path: Path) -> None:
     assert recipe_to_dict(recipe)["release"]["audience"] is None
     languages = load_recipe(path, ["release.language=[en, pt-BR]", "release.license=mit"]).release
     assert languages == ReleaseConfig(language=["en", "pt-BR"], license="mit")
-    with pytest.raises(ConfigError, match="language must"):
-        load_recipe(path, ["release.language=English"])
+    for code in ("English", "xxq", "[en, qqq]"):
+        with pytest.raises(ConfigError, match="language must"):
+            load_recipe(path, [f"release.language={code}"])
     with pytest.raises(ConfigError, match="audience"):
         load_recipe(path, ["release.audience=3"])
     with pytest.raises(ConfigError, match=r"release\.audiance"):
@@ -342,6 +374,8 @@ def test_saved_recipe_loads_equal(recipe_path: Path, tmp_path: Path) -> None:
         ("privacy.unit=id", r"unknown key 'privacy.unit'; the column .* is data\.columns\.unit"),
         ("privacy.delta=2", r"privacy\.delta must be less than 1, got 2"),
         ("model=3", "'model' must be a mapping"),
+        ("microbatch=512", r"tokens, pack.*microbatch\.tokens=512"),
+        ("privacy=8", r"privacy\.epsilon=8"),
         ("model.name.x=gpt2", "'model.name' is a value, not a section"),
         ("privacy.delta", "must read key=value"),
         ("privacy.delta={", "not valid YAML"),
@@ -397,7 +431,7 @@ def test_the_tables_have_every_key_once() -> None:
     rows = re.findall(r"^\| ([^|]+) \| `([\w.]+)` \| ([^|]+) \| (\S.*) \|$", basic + advanced, flags=re.MULTILINE)
     found = [(section, key) for section, key, *_ in rows]
     assert len(set(found)) == len(found) and len(re.findall(r"^\| \w", basic, flags=re.MULTILINE)) < 40
-    sections = {**NESTED[Recipe], "federate": FederateConfig, "(top level)": Recipe}
+    sections = {**NESTED[Recipe], "federated": FederatedConfig, "(top level)": Recipe}
     for section, kind in sections.items():
         for item in dataclasses.fields(kind):
             listed = (section, item.name) in found
@@ -410,12 +444,12 @@ def test_the_tables_have_every_key_once() -> None:
 
 def test_sections_are_ordinary_values(recipe_path: Path) -> None:
     """Equal, copied, pickled and replaced like dataclasses; a replaced value is checked again."""
-    recipe = load_recipe(recipe_path, ["federate={local_steps: 3}", "data.columns.unit=who"])
+    recipe = load_recipe(recipe_path, ["federated={local_steps: 3}", "data.columns.unit=who"])
     assert copy.deepcopy(recipe) == recipe == pickle.loads(pickle.dumps(recipe))
     assert dataclasses.replace(recipe.privacy, epsilon=3).epsilon == 3.0
     with pytest.raises(ConfigError, match="epsilon must be greater than 0, got -3"):
         dataclasses.replace(recipe.privacy, epsilon=-3)
-    assert recipe.beside["federate"] == FederateConfig(local_steps=3)
+    assert recipe.beside["federated"] == FederatedConfig(local_steps=3)
 
 
 @pytest.mark.parametrize(
@@ -449,10 +483,40 @@ def test_an_error_names_the_override_that_made_it(recipe_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("overrides", "blamed"),
+    [
+        (["privacy.epsilon=3", "privacy={epsilon: -1}"], 1),
+        (["privacy={epsilon: -1}", "privacy.epsilon=-2"], 1),
+        (["data.eval.path=null", "privacy.delta=1e-7"], 0),
+        (["privacy.epsilon=null", "data.max_length=9"], 0),
+        (["privacy.epsilon=null", "privacy.noise_multiplier=1", "privacy.noise_multiplier="], 2),
+        (["data.eval.public=true", "data.eval={public: true}", "data.max_length=9"], 1),
+        (["data.eval.public=true", "data.max_length=0"], 1),
+        (["train.max_step=3", "train.max_steps=4"], 0),
+        (["train.max_steps=4", "train.optim_args=momentum=1"], 1),
+        (["model.adapter.r=4", "model.adapter={bias: some}"], 1),
+        (["data.max_length=9", "train.eval_strategy=steps"], 1),
+    ],
+)
+def test_the_override_that_causes_an_error_is_named(recipe_path: Path, overrides: list[str], blamed: int) -> None:
+    """The last that wrote the key at fault, or the one with which the error appears; errors of libraries too."""
+    recipe_path.write_text(
+        RECIPE.replace("max_length: 128}", "max_length: 128, eval: {path: dev.jsonl, public: true}}")
+    )
+    with pytest.raises(ConfigError, match=re.escape(f"{recipe_path}, override {overrides[blamed]}: ")):
+        check_values(load_recipe(recipe_path, [*overrides, "train.output_dir=out"]))
+    recipe_path.write_text(recipe_path.read_text().replace("epsilon: 8", "epsilon: -8"))
+    with pytest.raises(ConfigError, match=r"line 8: .*epsilon"):
+        load_recipe(recipe_path, ["data.max_length=9", "data.eval.public=true"])
+
+
+@pytest.mark.parametrize(
     ("override", "words"),
     [
         ("data.columns={text: note}", r"data\.columns\.unit=who"),
-        ("data.columns=", r"data\.columns\.unit=who"),
+        ("data.columns=", r"data\.columns\.unit.*data\.columns=null"),
+        ("data.columns=null", r"data\.columns\.unit=who"),
+        ("train=", r"train\.output_dir.*train=null"),
         ("data={path: x}", r"data\.columns\.unit=who"),
         ("train.num_train_epochs=50", r"num_train_epochs=50.*max_steps=4"),
         ("data.eval={public: true}", r"eval\.public"),

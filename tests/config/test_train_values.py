@@ -103,13 +103,14 @@ def load_recipe_text(tmp_path: Path, text: str) -> Any:
 
 @pytest.mark.parametrize(("name", "value"), BAD, ids=[f"{name}={value!r:.20}" for name, value in BAD])
 def test_a_bad_value_is_refused_before_a_record_is_read(tmp_path: Path, name: str, value: Any) -> None:
-    """One line that names the key and the value; no folder is made."""
+    """One line that names the place, the key and the value; no folder is made."""
     path = recipe_with(tmp_path, name, value)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ConfigError) as caught:
         check_values(load_recipe(path))
     message = str(caught.value)
     assert "\n" not in message and len(message) < 700 and not re.search(r"Input should|type=|https?:", message)
+    assert re.search(r"recipe\.yaml, line \d|recipe\.yaml: is not valid YAML in line \d", message)
     assert name.split(".")[-1] in message or "valid YAML" in message
     given = value[0] if isinstance(value, list) and value else value
     assert shown(value)[:40] in message or shown(given) in message or "valid YAML" in message

@@ -16,6 +16,7 @@ from dpllm.training.proposals import complete_recipe, proposals
 from tests.conftest import tiny_llama_config
 from tests.mutations import kills
 
+_STEPS = "train.max_steps"
 RECIPE = """
 model: {{config: {{model_type: gpt2, n_layer: 1, n_head: 2, n_embd: 16, vocab_size: 300, n_positions: 512}}}}
 data: {{path: {path}}}
@@ -46,8 +47,8 @@ def values(path: str, *overrides: str) -> dict[str, object]:
 @kills(
     "batch and steps of a recipe that leaves them out are those of another number of units",
     "dpllm/training/proposals.py",
-    "else units.num_units",
-    "else 2 * units.num_units",
+    "else (units.num_units,",
+    "else (2 * units.num_units,",
 )
 def test_what_is_left_out_follows_from_the_number_of_units(recipe: str) -> None:
     """Whole recipe, with a reason for each value; half of the units give the values of half of them."""
@@ -61,6 +62,25 @@ def test_what_is_left_out_follows_from_the_number_of_units(recipe: str) -> None:
     whole, _ = complete_recipe(recipe)
     assert (whole.privacy.expected_batch_size, whole.train["max_steps"]) == (batch, steps)
     assert whole.train["learning_rate"] == found["train.learning_rate"] > 1e-4
+
+
+def reasons(path: str, *overrides: str) -> dict[str, str]:
+    return {setting.key: setting.reason for setting in proposals(path, overrides)}
+
+
+def test_reasons_are_those_of_the_run(recipe: str) -> None:
+    """Rows where rows are drawn, the recipe's own steps, and no comparison of bands where none takes place."""
+    rows = reasons(recipe, "data.columns.unit=who", "privacy.sampling=example")
+    assert "400 rows" in rows["privacy.expected_batch_size"] and "400 rows" in rows["train.max_steps"]
+    assert not any("units" in rows[key] or "bands" in rows[key] for key in ("privacy.expected_batch_size", _STEPS))
+    both = reasons(recipe, "privacy.noise_multiplier=1")
+    assert all("at most" in both[key] for key in ("privacy.expected_batch_size", _STEPS, "train.average"))
+    assert "same ε" not in both["privacy.expected_batch_size"]
+    assert "at most" not in reasons(recipe, "privacy.noise_multiplier=1", "privacy.epsilon=null")[_STEPS]
+    batch, _ = defaults.batch_and_steps(400)
+    own = reasons(recipe, "train.max_steps=7")["privacy.expected_batch_size"]
+    assert f"{7 * batch / 400:.1f} passes" in own and "T =" not in own
+    assert "2.0 passes" in reasons(recipe, "train.num_train_epochs=2")["privacy.expected_batch_size"]
 
 
 def test_no_text_of_a_record_has_an_influence(tmp_path: Path, recipe: str) -> None:
@@ -133,4 +153,4 @@ def test_the_rate_is_that_of_the_recipes_own_noise(recipe: str) -> None:
 
 def test_a_method_beside_train_gets_no_settings_of_a_training(recipe: str) -> None:
     """A federated server has an optimizer of its own."""
-    assert proposals(recipe, ["federate={}"]) == ()
+    assert proposals(recipe, ["federated={}"]) == ()

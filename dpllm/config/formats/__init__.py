@@ -1,1 +1,1 @@
-"""The formats of records: a file for each with all that other folders ask about it, and `catalogue`."""
+"""The formats of records (`catalogue`) and their base class."""

@@ -1,8 +1,8 @@
 """What a format of records states about itself: its columns, and what a record holds, whichever columns that is in.
 
-Place in the flow: below the section ``data`` of a recipe, which has the columns of all formats as keys. A format is a
-dataclass of its columns, in a file of its own, and a line in `dpllm.config.formats.catalogue`. Tokenization, held-out
-figures, audit, `dpllm init` and the tables of the documentation ask the format and know no names.
+A format is a dataclass of its columns in `dpllm.config.formats.catalogue`. The section ``data`` of a recipe has the
+columns of all formats as keys. Tokenization, held-out figures, audit, `dpllm init` and the tables of the documentation
+read the format's attributes and contain no names of formats.
 """
 
 from __future__ import annotations

@@ -12,9 +12,8 @@ from __future__ import annotations
 from dpllm.registry import Method
 
 METHOD = Method(
-    name="federate",
-    command="federated",
-    section="dpllm.methods.federated.section:FederateConfig",
+    name="federated",
+    section="dpllm.methods.federated.section:FederatedConfig",
     beside_train=True,
     events=("dpllm.methods.federated.distributed:DistributedStep",),
     noises=("dpllm.methods.federated.distributed:DistributedNoise",),

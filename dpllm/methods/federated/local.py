@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dpllm.config import ConfigError
-from dpllm.methods.federated.section import FederateConfig
+from dpllm.methods.federated.section import FederatedConfig
 from dpllm.models.losses import per_sequence_loss, take_labels
 from dpllm.models.starting_values import StartingValues
 
@@ -108,7 +108,7 @@ class LocalTraining:
     """
 
     def __init__(
-        self, model: nn.Module, weights: SharedWeights, collate: Collate, config: FederateConfig, batch_size: int
+        self, model: nn.Module, weights: SharedWeights, collate: Collate, config: FederatedConfig, batch_size: int
     ) -> None:
         """Remember the state that no client may change."""
         self._model, self._weights, self._collate = model, weights, collate

@@ -40,7 +40,7 @@ def plan_of_recipe(recipe: Recipe) -> PrivacyPlan:
     """Return the plan of a recipe; of its records only the number of clients is used.
 
     Args:
-        recipe: with the section ``federate``.
+        recipe: with the section ``federated``.
 
     Raises:
         ConfigError: it is not a recipe of a federated run.

@@ -40,7 +40,7 @@ from dpllm.methods.federated.rounds import (
     require_rounds,
     words_about_the_server,
 )
-from dpllm.methods.federated.section import FederateConfig
+from dpllm.methods.federated.section import FederatedConfig
 from dpllm.methods.federated.transport import Clients, DroppingOut, InMemory
 from dpllm.models.load import load_base_model, prepare_model
 from dpllm.models.starting_point import check_start
@@ -93,10 +93,10 @@ def check_federated(recipe: Recipe) -> TrainingArguments:
     Raises:
         ConfigError: it is not a recipe of a federated run, or has options that such a run does not have.
     """
-    federate: FederateConfig | None = recipe.beside.get("federate")
-    if federate is None:
+    section: FederatedConfig | None = recipe.beside.get("federated")
+    if section is None:
         raise ConfigError(
-            "the recipe has no section federate: add one (federate: {local_steps: 8}), or use dpllm train"
+            "the recipe has no section federated: add one (federated: {local_steps: 8}), or use dpllm train"
         )
     unknown = sorted(set(recipe.train) - set(TRAIN_KEYS))
     if unknown:
@@ -118,9 +118,9 @@ def check_federated(recipe: Recipe) -> TrainingArguments:
         )
     require_federated(recipe.privacy)
     noise = noise_of(Spec.of(recipe.privacy.noise))
-    if isinstance(noise, DistributedNoise) and federate.simulated_dropouts > noise.dropouts:
+    if isinstance(noise, DistributedNoise) and section.simulated_dropouts > noise.dropouts:
         raise ConfigError(
-            f"federate.simulated_dropouts={federate.simulated_dropouts:g}, and privacy.noise declares "
+            f"federated.simulated_dropouts={section.simulated_dropouts:g}, and privacy.noise declares "
             f"dropouts={noise.dropouts:g} at most: δ counts on it. Declare as many as there are"
         )
     check_recipe(recipe)
@@ -201,9 +201,9 @@ def refuse_used(folder: Path) -> None:
         )
 
 
-def federate_of(recipe: Recipe) -> FederateConfig:
-    """Return the section ``federate``; `check_federated` made sure that there is one."""
-    section: FederateConfig = recipe.beside["federate"]
+def section_of(recipe: Recipe) -> FederatedConfig:
+    """Return the section ``federated``; `check_federated` made sure that there is one."""
+    section: FederatedConfig = recipe.beside["federated"]
     return section
 
 
@@ -234,7 +234,7 @@ def participant_of(
         tokenizer: of the model.
         rows_of: from a client's number to its rows.
     """
-    config = federate_of(recipe)
+    config = section_of(recipe)
     collator = RowCollator(pad_token_id=_padding(tokenizer))
     weights = SharedWeights(model, config.lora)
     return Participant(plan, LocalTraining(model, weights, collator, config, args.per_device_train_batch_size), rows_of)
@@ -268,7 +268,7 @@ class Server:
 
     def with_dropouts(self, clients: Clients) -> Clients:
         """Return simulated clients, some of which drop out if the recipe says so."""
-        share = federate_of(self._recipe).simulated_dropouts
+        share = section_of(self._recipe).simulated_dropouts
         return DroppingOut(clients, share, answers_of_a_round(self._plan)) if share else clients
 
     def carry_out(self, clients: Clients, phases: Phases, note: Callable[[SharedLedger], None]) -> int:
@@ -280,7 +280,7 @@ class Server:
             note: notes the data in the ledger.
         """
         recipe, plan = self._recipe, self._plan
-        config, weights = federate_of(recipe), SharedWeights(self.model, federate_of(recipe).lora)
+        config, weights = section_of(recipe), SharedWeights(self.model, section_of(recipe).lora)
         optimizer = _optimizer(config, list(weights.parameters().values()), self._args.learning_rate)
         schedule = get_scheduler(
             self._args.lr_scheduler_type,
@@ -377,7 +377,7 @@ class Server:
         show("done", rows)
 
 
-def _optimizer(config: FederateConfig, parameters: list[Any], rate: float) -> torch.optim.Optimizer:
+def _optimizer(config: FederatedConfig, parameters: list[Any], rate: float) -> torch.optim.Optimizer:
     if config.server_optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=rate, momentum=config.server_momentum)
     return torch.optim.Adam(parameters, lr=rate)

@@ -1,4 +1,4 @@
-"""The section ``federate`` of a recipe: the training of a client, and the server's step.
+"""The section ``federated`` of a recipe: the training of a client, and the server's step.
 
 Place in the flow: a part of `dpllm.config.recipe`. Nothing in it changes ε: the guarantee is in ``privacy``, whose
 ``noise`` says who adds the noise.
@@ -18,7 +18,7 @@ LORA = ("freeze_a", "alternate")
 
 
 @section
-class FederateConfig:
+class FederatedConfig:
     """How clients train and how the server updates the weights."""
 
     local_steps: Count = 8

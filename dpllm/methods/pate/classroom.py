@@ -82,8 +82,8 @@ class Classroom:
         for number, row in enumerate(self.encoded_prompts()):
             if len(row) + new > limit:
                 raise ConfigError(
-                    f"public text {number} has {len(row)} tokens, {len(row) + new} with teach.max_new_tokens={new}, "
-                    f"and a row has room for {limit}: shorten it, lower teach.max_new_tokens, or raise data.max_length"
+                    f"public text {number} has {len(row)} tokens, {len(row) + new} with pate.max_new_tokens={new}, "
+                    f"and a row has room for {limit}: shorten it, lower pate.max_new_tokens, or raise data.max_length"
                 )
 
     def encoded_prompts(self) -> list[list[int]]:

@@ -19,7 +19,7 @@ from dpllm.data.units import Int64Array
 from dpllm.methods.pate.classroom import Classroom
 from dpllm.methods.pate.partition import Partition
 from dpllm.methods.pate.release import TokenVotes
-from dpllm.methods.pate.section import TeachConfig
+from dpllm.methods.pate.section import PateConfig
 from dpllm.methods.pate.tokens import written_tokens
 from dpllm.methods.pate.trainings import OneBase, State, train_without_privacy
 from dpllm.methods.queries.run import QueryRun
@@ -52,7 +52,7 @@ class Panel:
         base: OneBase,
         teachers: Sequence[State],
         prompts: Sequence[Sequence[int]],
-        options: TeachConfig,
+        options: PateConfig,
         rng: np.random.Generator,
         barred: Collection[int] = (),
         vocabulary: int | None = None,

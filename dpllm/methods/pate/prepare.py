@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import datasets
 
 from dpllm.config import ConfigError, DataConfig, ModelConfig, RecordFormat
-from dpllm.config.formats.catalogue import formats_of
+from dpllm.config.formats.catalogue import TextFormat, formats_of
 from dpllm.config.formats.record_format import Completion, Text, TextLabel
-from dpllm.config.formats.text import TextFormat
 from dpllm.config.query_recipe import QueryRecipe
 from dpllm.data.records import load_records, load_train_and_eval
 from dpllm.data.rows import num_labels_of, unit_index_of
@@ -23,7 +22,7 @@ from dpllm.data.shared_records import (
     refuse_shared_records,
     shared_records_point,
 )
-from dpllm.methods.pate.section import TeachConfig
+from dpllm.methods.pate.section import PateConfig
 from dpllm.methods.pate.trainings import QUIET
 from dpllm.methods.pate.votes import LABELS, TOKENS, Vote
 from dpllm.methods.queries.planned import plan_from
@@ -36,7 +35,7 @@ TEACHERS, CLASSES, PROMPTS, THRESHOLD = "teachers", "classes", "public texts", "
 NEW_TOKENS, CANDIDATES = "tokens of a text, at most", "candidates of a token"
 TOKEN_THRESHOLD, PUBLIC_VOTES = "votes for a token, threshold", "votes of the public model"
 """Names of settings of the plan."""
-_KEYS = ("teach.public_prompts", "teach.max_shared_records")
+_KEYS = ("pate.public_prompts", "pate.max_shared_records")
 
 
 @dataclass(frozen=True)
@@ -66,10 +65,10 @@ class Prepared:
     points: tuple[str, ...]
 
     @property
-    def options(self) -> TeachConfig:
-        """The section ``teach``."""
+    def options(self) -> PateConfig:
+        """The section ``pate``."""
         options = self.recipe.options
-        assert isinstance(options, TeachConfig)
+        assert isinstance(options, PateConfig)
         return options
 
     @property
@@ -97,10 +96,10 @@ def check_teaching(recipe: QueryRecipe) -> None:
             training is wrong.
     """
     options = recipe.options
-    assert isinstance(options, TeachConfig)
+    assert isinstance(options, PateConfig)
     if options.public_prompts is None:
         raise ConfigError(
-            "teach.public_prompts is missing: name the file of public texts, without labels, that the teachers label"
+            "pate.public_prompts is missing: name the file of public texts, without labels, that the teachers label"
         )
     if recipe.model is None:
         raise ConfigError("dpllm methods pate needs the section model: the public model that every teacher starts from")
@@ -114,18 +113,18 @@ def check_teaching(recipe: QueryRecipe) -> None:
         check_optimizer(training_arguments({**section, **QUIET, "output_dir": recipe.output_dir}))
 
 
-def _check_kind(task: str, form: RecordFormat, options: TeachConfig) -> None:
+def _check_kind(task: str, form: RecordFormat, options: PateConfig) -> None:
     """Check that task, format and options are all for classes, or all for tokens."""
     if task == "sequence_classification" and form.holds is TextLabel:
         if options.max_new_tokens is not None:
             raise ConfigError(
-                f"teach.max_new_tokens={options.max_new_tokens} is for completions, and teachers of this recipe vote "
+                f"pate.max_new_tokens={options.max_new_tokens} is for completions, and teachers of this recipe vote "
                 "for a class of a text: leave it out, or set model.task=causal_lm and data.format=text"
             )
     elif task == "causal_lm" and form.holds in (Text, Completion):
         if options.max_new_tokens is None:
             raise ConfigError(
-                "teach.max_new_tokens is missing: teachers vote for each token after a public text, and all of them "
+                "pate.max_new_tokens is missing: teachers vote for each token after a public text, and all of them "
                 "are charged. Set their largest number"
             )
     else:
@@ -147,13 +146,13 @@ def prepare(recipe: QueryRecipe) -> Prepared:
     """
     check_teaching(recipe)
     options = recipe.options
-    assert isinstance(options, TeachConfig) and recipe.model is not None
+    assert isinstance(options, PateConfig) and recipe.model is not None
     private, held_out = load_train_and_eval(recipe.data, recipe.privacy)
     num_classes = None if recipe.model.task == "causal_lm" else _num_classes(recipe.model, private, recipe.data)
     num_units = unit_index_of(private, recipe.privacy).num_units
     if options.teachers > num_units:
         raise ConfigError(
-            f"teach.teachers={options.teachers} for {num_units} units: a teacher needs at least one unit. Take fewer "
+            f"pate.teachers={options.teachers} for {num_units} units: a teacher needs at least one unit. Take fewer "
             "teachers"
         )
     prompts_data = prompts_of(recipe)
@@ -203,7 +202,7 @@ def prompts_of(recipe: QueryRecipe) -> DataConfig:
     )
 
 
-def settings_of(options: TeachConfig, vote: Vote, num_classes: int) -> list[tuple[str, Value]]:
+def settings_of(options: PateConfig, vote: Vote, num_classes: int) -> list[tuple[str, Value]]:
     """Return the public numbers of the vote, by name, for plan and report."""
     settings: list[tuple[str, Value]] = [
         (TEACHERS, options.teachers),
@@ -219,7 +218,7 @@ def settings_of(options: TeachConfig, vote: Vote, num_classes: int) -> list[tupl
     return settings
 
 
-def token_settings_of(options: TeachConfig, vote: Vote, num_prompts: int) -> list[tuple[str, Value]]:
+def token_settings_of(options: PateConfig, vote: Vote, num_prompts: int) -> list[tuple[str, Value]]:
     """Return the public numbers of the vote on tokens, by name, for plan and report."""
     settings: list[tuple[str, Value]] = [
         (TEACHERS, options.teachers),

@@ -1,4 +1,4 @@
-"""The section ``teach`` of a recipe: teachers on disjoint units, public texts that they vote on, and a student.
+"""The section ``pate`` of a recipe: teachers on disjoint units, public texts that they vote on, and a student.
 
 Place in the flow: a method section of `dpllm.config.query_recipe`; `dpllm.methods.pate` carries it out.
 """
@@ -15,7 +15,7 @@ from dpllm.config.values import ConfigError
 
 MOST_TEACHERS = 100_000
 MOST_TOKENS = 1_000_000
-SET_BY_TEACH = (
+SET_BY_PATE = (
     *("output_dir", "save_strategy", "eval_strategy", "logging_strategy", "report_to", "disable_tqdm", "seed"),
     *("data_seed", "push_to_hub", "load_best_model_at_end", "resume_from_checkpoint", "trainer"),
     *("log_level", "log_level_replica", "debug"),
@@ -31,7 +31,7 @@ def _check_training(name: str, section: Any) -> None:
     """
     check_train(name, section)
     refuse_own(name, section)
-    for key in SET_BY_TEACH:
+    for key in SET_BY_PATE:
         if key in section:
             raise ConfigError(
                 f"{name}.{key} is set by dpllm methods pate: a teacher's losses, checkpoints and rows are private, "
@@ -51,7 +51,7 @@ def _training(name: str) -> Any:
 
 
 @section
-class TeachConfig:
+class PateConfig:
     """The teachers and their trainings, the public texts, the vote, and the student."""
 
     teachers: Annotated[Whole, Field(ge=2, le=MOST_TEACHERS)] = 50

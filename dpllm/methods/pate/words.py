@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dpllm.privacy.release_words import ReleaseWords
 
-TEACH = ReleaseWords(
+PATE = ReleaseWords(
     name="public labels by PATE",
     result="labels of public texts, and a model trained on them",
     what="Models were trained on disjoint groups of units, and labelled public texts by a vote with noise. If a "
@@ -65,7 +65,7 @@ TEACH = ReleaseWords(
 )
 
 
-TEACH_TOKENS = ReleaseWords(
+PATE_TOKENS = ReleaseWords(
     name="public completions by PATE",
     result="completions of public texts, and a model trained on them",
     what="Models were trained on disjoint groups of units, and continued public texts token by token, by a vote with "

@@ -1,4 +1,4 @@
-"""What the commands of all query runs do alike: `dpllm methods count`, `predict`, `aggregate`, `evolve` and `teach`.
+"""What the commands of all query runs do alike: `dpllm methods count`, `predict`, `aggregate`, `evolve` and `pate`.
 
 Place in the flow: between the command line and the methods of private release, each of which has a `QueryCommand`: the
 functions that read its data, plan it and carry it out (`dpllm.methods.queries.planned`).

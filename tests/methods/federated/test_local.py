@@ -14,7 +14,7 @@ from dpllm.config import ConfigError
 from dpllm.data.rows import RowCollator
 from dpllm.methods.federated.local import LocalTraining, SharedWeights
 from dpllm.methods.federated.participant import Participant, bounded
-from dpllm.methods.federated.section import FederateConfig
+from dpllm.methods.federated.section import FederatedConfig
 from dpllm.methods.federated.secure import ProtocolError
 from tests.methods.federated.small import plan_of
 from tests.mutations import kills
@@ -41,7 +41,7 @@ def adapted(model):
 def training_of(model, lora="freeze_a", **changes):
     weights = SharedWeights(model, lora)
     collator = RowCollator(pad_token_id=0)
-    return LocalTraining(model, weights, collator, FederateConfig(**changes), batch_size=12), weights
+    return LocalTraining(model, weights, collator, FederatedConfig(**changes), batch_size=12), weights
 
 
 def test_no_client_changes_the_update_of_another(model):

@@ -51,9 +51,9 @@ def _course(folder, monkeypatch, records):
         patch.setattr(Randomness, "gaussian", gaussian)
         patch.setattr(Ballots, "add", add)
         train = {"num_train_epochs": 10, "per_device_train_batch_size": 3, "learning_rate": 0.05}
-        teach = {"train": train, "candidates": None}
-        path = write_token_recipe(folder, records=records, teach=teach, model={"adapter": None})
-        prepared = prepare(load_query_recipe(path, (), "teach"))
+        options = {"train": train, "candidates": None}
+        path = write_token_recipe(folder, records=records, pate=options, model={"adapter": None})
+        prepared = prepare(load_query_recipe(path, (), "pate"))
         torch.manual_seed(0)
         classroom = rooms.Classroom(prepared)
         classroom.base = trainings.OneBase(classroom.base.model.double())
@@ -125,13 +125,13 @@ def test_completions_are_in_the_columns_of_the_records(writing_school, tmp_path)
 def test_a_text_without_room_is_refused_before_anything_is_charged(writing_school, tmp_path):
     """The student's row would be cut, or the model sees no more."""
     with pytest.raises(ConfigError, match="shorten"):
-        teaching.teach(writing_school(teach={"max_new_tokens": 30}), _quiet, _quiet)
+        teaching.teach(writing_school(pate={"max_new_tokens": 30}), _quiet, _quiet)
     assert not (tmp_path / "run").exists()
 
 
 def test_texts_after_the_last_planned_token_are_not_written(writing_school, tmp_path):
     """One text side by side: the second is cut, and the third has no token."""
-    prepared = writing_school(teach={"max_answers": 7, "rows_per_pass": 1, "student": False})
+    prepared = writing_school(pate={"max_answers": 7, "rows_per_pass": 1, "student": False})
     taught = teaching.teach(prepared, _quiet, _quiet)
     assert prepared.plan.charge(TOKENS).count == 7 and 1 <= taught.num_texts <= TEXTS
     assert not (tmp_path / "run" / "student").exists()

@@ -8,7 +8,7 @@ from scipy import stats
 from transformers import LlamaForCausalLM
 
 from dpllm.methods.pate.completing import Panel
-from dpllm.methods.pate.section import TeachConfig
+from dpllm.methods.pate.section import PateConfig
 from dpllm.methods.pate.trainings import OneBase
 from tests.conftest import tiny_llama_config
 from tests.mutations import kills
@@ -69,7 +69,7 @@ def test_no_row_of_a_teacher_changes_another_teacher_or_a_candidate(kind):
             scores = base.begin().eval()(row).logits
         if trained_before:
             base.begin()(long)
-        panel = Panel(base, [], row[:, :8].tolist(), TeachConfig(temperature=0), np.random.default_rng(0))
+        panel = Panel(base, [], row[:, :8].tolist(), PateConfig(temperature=0), np.random.default_rng(0))
         return scores, torch.from_numpy(panel.candidates())
 
     for alone, after in zip(found(False), found(True), strict=True):
@@ -87,7 +87,7 @@ def test_no_row_of_a_teacher_changes_another_teacher_or_a_candidate(kind):
 def test_a_teacher_votes_as_it_would_by_itself(candidates, temperature):
     """A loop over teachers, texts and places in float64: nothing of one teacher is left for the next."""
     base, teachers = made(3)
-    options = TeachConfig(candidates=candidates, temperature=temperature)
+    options = PateConfig(candidates=candidates, temperature=temperature)
     panel = Panel(base, teachers, PROMPTS, options, np.random.default_rng(3), BARRED, VOCABULARY)
     rng, rows = np.random.default_rng(3), [list(row) for row in PROMPTS]
     for token in (4, 17, 30, 2):
@@ -113,7 +113,7 @@ def test_teachers_draw_from_their_own_distributions_and_agree_where_these_do():
     base, (teacher,) = made(1)
     copy, prompts = base.state(), [[1, 5]] * 3000
     noise = np.zeros((1, VOCABULARY))
-    options = TeachConfig(candidates=None, temperature=1.0)
+    options = PateConfig(candidates=None, temperature=1.0)
     panel = Panel(base, [copy, teacher], prompts, options, np.random.default_rng(1), BARRED, VOCABULARY)
     candidates = panel.candidates()
     assert not panel.vote(0).any()  # the first candidate is the public model's own choice
@@ -131,6 +131,6 @@ def test_scores_that_are_not_finite_are_still_one_vote():
     """A teacher whose training failed names a candidate like any other."""
     base, (teacher,) = made(1)
     broken = {name: torch.full_like(tensor, torch.nan) for name, tensor in teacher.items()}
-    panel = Panel(base, [broken], PROMPTS, TeachConfig(), np.random.default_rng(0))
+    panel = Panel(base, [broken], PROMPTS, PateConfig(), np.random.default_rng(0))
     candidates = panel.candidates()
     assert panel.vote(0).tolist() == [0, 0, 0] and candidates.shape == (3, 16)

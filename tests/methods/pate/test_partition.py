@@ -50,7 +50,7 @@ def test_divisions_are_uniform():
 
 def test_more_teachers_than_units_are_refused():
     """A teacher without a unit learns nothing."""
-    with pytest.raises(ValueError, match=r"teach\.teachers=4"):
+    with pytest.raises(ValueError, match=r"pate\.teachers=4"):
         Partition(3, 4, np.random.default_rng(0))
 
 

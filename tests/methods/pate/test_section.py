@@ -1,9 +1,9 @@
-"""The section ``teach``: what contradicts itself, or would write private figures, is refused when it is read."""
+"""The section ``pate``: what contradicts itself, or would write private figures, is refused when it is read."""
 
 import pytest
 
 from dpllm.config import ConfigError
-from dpllm.methods.pate.section import SET_BY_TEACH, TeachConfig
+from dpllm.methods.pate.section import SET_BY_PATE, PateConfig
 
 
 @pytest.mark.parametrize(
@@ -28,12 +28,12 @@ from dpllm.methods.pate.section import SET_BY_TEACH, TeachConfig
 def test_values_that_cannot_be_used_are_refused(values, text):
     """By name, with the remedy."""
     with pytest.raises(ConfigError, match=text):
-        TeachConfig(**{"public_prompts": "public.jsonl", **values})
+        PateConfig(**{"public_prompts": "public.jsonl", **values})
 
 
 @pytest.mark.parametrize("section", ["train", "student_train"])
-@pytest.mark.parametrize("name", SET_BY_TEACH)
+@pytest.mark.parametrize("name", SET_BY_PATE)
 def test_options_that_would_show_a_teacher_are_refused(section, name):
     """Losses, checkpoints and evaluations of a teacher are private."""
     with pytest.raises(ConfigError, match=f"{section}.{name} "):
-        TeachConfig(public_prompts="public.jsonl", **{section: {name: None}})
+        PateConfig(public_prompts="public.jsonl", **{section: {name: None}})

@@ -48,8 +48,8 @@ def _votes(folder, monkeypatch, records):
     add = Ballots.add
     monkeypatch.setattr(Ballots, "add", lambda self, classes_N: (votes.append(classes_N), add(self, classes_N)))
     train = {"num_train_epochs": 20, "per_device_train_batch_size": 3, "learning_rate": 0.05}
-    path = write_recipe(folder, records=records, teach={"train": train})
-    prepared = prepare(load_query_recipe(path, (), "teach"))
+    path = write_recipe(folder, records=records, pate={"train": train})
+    prepared = prepare(load_query_recipe(path, (), "pate"))
     classroom = rooms.Classroom(prepared)
     with torch.no_grad():  # the new head is the same in both
         for parameter in classroom.base.model.score.parameters():
@@ -108,7 +108,7 @@ def test_scores_that_are_not_finite_are_still_one_vote(school):
 @pytest.mark.parametrize("confident", [False, True])
 def test_labels_are_charged_before_they_are_drawn_with_the_planned_noise(school, monkeypatch, confident):
     """All texts, or all checks and the planned labels; noise of σ on every count, and of σ₁ on every check."""
-    prepared = school(teach={"threshold": 0.0, "max_answers": 3, "check_noise": 5.0} if confident else {})
+    prepared = school(pate={"threshold": 0.0, "max_answers": 3, "check_noise": 5.0} if confident else {})
     drawn = []
 
     def gaussian(self, shape, stddev):
@@ -158,7 +158,7 @@ def test_a_run_releases_labels_and_a_student_and_verifies(school, tmp_path, caps
 def test_without_a_label_there_is_no_student(school, tmp_path, monkeypatch):
     """No text passed the check: the run is charged, and says so."""
     monkeypatch.setattr(labelling, "released_labels", lambda vote, num_teachers, run, ballots: np.full(6, NO_LABEL))
-    taught = teaching.teach(school(teach={"threshold": 4.0, "max_answers": 2}), _quiet, _quiet)
+    taught = teaching.teach(school(pate={"threshold": 4.0, "max_answers": 2}), _quiet, _quiet)
     assert taught.num_texts == 0 and not taught.figures
     assert (tmp_path / "run" / "labels.jsonl").read_text() == "" and not (tmp_path / "run" / "student").exists()
 
@@ -170,7 +170,7 @@ def test_the_number_of_rows_of_a_teacher_is_not_logged(school, tmp_path, caplog)
     logging.enable_propagation()
     try:
         with caplog.at_level("INFO"):
-            teaching.teach(school(teach={"student": False}), _quiet, _quiet)
+            teaching.teach(school(pate={"student": False}), _quiet, _quiet)
         assert logging.get_verbosity() == logging.INFO
     finally:
         logging.disable_propagation()
@@ -179,7 +179,7 @@ def test_the_number_of_rows_of_a_teacher_is_not_logged(school, tmp_path, caplog)
     # Labels alone are a release; nothing of the teachers stays in the folder.
     assert not (tmp_path / "run" / "student").exists() and not list((tmp_path / "run").rglob("*.safetensors"))
     with pytest.raises(ConfigError, match=r"train\.log_level"):
-        school(teach={"train": {"log_level": "info"}})
+        school(pate={"train": {"log_level": "info"}})
 
 
 @pytest.mark.parametrize("name", ["labels.jsonl", "student"])
@@ -202,6 +202,6 @@ def test_held_out_private_records_are_counted_as_disclosures(school, tmp_path):
 @pytest.mark.parametrize("confident", [False, True])
 def test_the_audit_reads_the_vote_from_the_plan(school, confident):
     """A trial charges all that the plan charges, with its noise."""
-    plan = school(teach={"threshold": 1.0, "max_answers": 3, "check_noise": 5.0} if confident else {}).plan
+    plan = school(pate={"threshold": 1.0, "max_answers": 3, "check_noise": 5.0} if confident else {}).plan
     found = run_trials(plan, vote_probe(plan), 10)
     assert found.history == [(charge.event, charge.count) for charge in plan.charges]
