@@ -51,55 +51,59 @@ def refused(reason: str, *allowed: Any) -> Argument:
 
 
 _EVALUATION = "for evaluation"
-_REDUCER = "the reducer of DistributedDataParallel takes no part: the clipped sums are reduced once per step"
-_FOLLOWS = "only if eval_is_public is declared: a choice must not follow results on private rows"
+_REDUCER = "DistributedDataParallel's reducer is not used: the clipped sums are reduced once per step"
+_FOLLOWS = "only with eval_is_public: no choice may depend on results for private rows"
 _COMPILED = (
-    "the clipper compiles the blocks of the model after the checks of the first step; head and loss stay eager. With "
-    "privacy.gradients=per_unit it has no effect: call model.compile() before DPTrainer"
+    "the clipper compiles the model's blocks after the checks of the first step; the head and the loss stay eager. "
+    "With privacy.gradients=per_unit the option has no effect: call model.compile() before DPTrainer"
 )
-_LIGER = "its fused head hides the head's weight gradient from the norms"
+_LIGER = "its fused head hides the head's weight gradient from the norm computation"
 _CONVERTED = (
-    "an evaluation would convert the weights of the model themselves, and these are trained or saved afterwards; "
-    "set bf16=true, which evaluates in bf16 as well"
+    "evaluation would convert the model's weights in place, and training or saving would continue with the converted "
+    "weights; set bf16=true, which also evaluates in bf16"
 )
 _GENERATION = (
-    "DPTrainer evaluates the loss and the logits and does not generate; leave it out, and call model.generate after "
-    "training"
+    "DPTrainer evaluates the loss and the logits and does not generate text; leave it out, and call model.generate "
+    "after training"
 )
 
 _TRAINING: dict[str, Argument] = {
-    "output_dir": works("the folder of model, ledger and report; it must not hold another private run"),
-    "per_device_train_batch_size": works("rows of a microbatch; it has no influence on the result"),
-    "num_train_epochs": works("T = ceil(epochs N / b) private steps"),
+    "output_dir": works("the folder for the model, the ledger and the report; it must not contain another private run"),
+    "per_device_train_batch_size": works("the number of rows per microbatch; it does not affect the result"),
+    "num_train_epochs": works("T = ceil(epochs · N / b) private steps"),
     "max_steps": works("the number of private steps T"),
     "learning_rate": works("Trainer's default, 5e-5, is usually too small"),
     "lr_scheduler_type": works("reduce_lr_on_plateau and greedy " + _FOLLOWS),
     "lr_scheduler_kwargs": works(),
     "warmup_steps": works(),
-    "optim": works("not lomo, adalomo, layerwise and schedule-free optimizers: they change weights outside of a step"),
-    "optim_args": works("also second_moment=corrected or low_passed (AdamW); unknown names are refused for AdamW"),
+    "optim": works(
+        "except lomo, adalomo, layerwise and schedule-free optimizers, which change the weights outside of the step"
+    ),
+    "optim_args": works("AdamW also accepts second_moment=corrected or low_passed, and refuses unknown names"),
     "weight_decay": works(),
     "adam_beta1": works(),
     "adam_beta2": works(),
     "adam_epsilon": works(),
     "optim_target_modules": works("the optimizer projects the private gradient"),
     "gradient_accumulation_steps": refused(
-        "the logical batch is privacy.expected_batch_size; per_device_train_batch_size is the microbatch",
+        "privacy.expected_batch_size sets the logical batch, and per_device_train_batch_size the microbatch",
         1,
     ),
-    "average_tokens_across_devices": ignored("each row has a loss of its own, which no other row scales"),
-    "max_grad_norm": ignored("the noisy gradient is not rescaled; a unit's gradient is clipped to privacy.clip_norm"),
+    "average_tokens_across_devices": ignored("each row has its own loss, which no other row scales"),
+    "max_grad_norm": ignored(
+        "each unit's gradient is clipped to privacy.clip_norm, and the noisy gradient is not rescaled"
+    ),
     "label_smoothing_factor": refused(
         "its loss averages over the batch; pass a compute_loss_func that returns one loss per row",
         0.0,
     ),
-    "bf16": works("norms, sums and noise stay float32"),
-    "fp16": refused("its loss scaler skips steps depending on the data; use bf16", False),
+    "bf16": works("norms, sums and noise stay in float32"),
+    "fp16": refused("its loss scaler skips steps because of the data; use bf16", False),
     "bf16_full_eval": refused(_CONVERTED, False),
     "fp16_full_eval": refused(_CONVERTED, False),
     "tf32": works(),
     "activation_checkpointing": works(),
-    "activation_checkpointing_kwargs": works("offload was not tried: it needs a GPU"),
+    "activation_checkpointing_kwargs": works("offloading has not been tested, because it needs a GPU"),
     "gradient_checkpointing": works(),
     "gradient_checkpointing_kwargs": works(),
     "torch_compile": works(_COMPILED),
@@ -109,50 +113,49 @@ _TRAINING: dict[str, Argument] = {
     "liger_kernel_config": refused(_LIGER, None),
     "use_cache": works(),
     "neftune_noise_alpha": refused(
-        "NEFTune scales its noise by the padded length, which other rows decide; leave it out",
+        "NEFTune scales its noise by the padded length, which depends on other rows; leave it out",
         None,
         0,
         0.0,
     ),
-    "torch_empty_cache_steps": ignored("the memory is divided by microbatches: set microbatch.tokens: auto"),
+    "torch_empty_cache_steps": ignored("microbatches limit the memory: set microbatch.tokens: auto"),
     "auto_find_batch_size": refused(
         "it repeats steps; set per_device_train_batch_size, or microbatch.tokens: auto",
         False,
     ),
-    "full_determinism": refused("it fixes random seeds for the whole process, although they must be secret", False),
-    "seed": works("for new weights, before training; draws, noise and dropout have secret randomness"),
+    "full_determinism": refused("it fixes the random seeds of the whole process, which must be secret", False),
+    "seed": works("initialises new weights before training; draws, noise and dropout use secret randomness"),
     "data_seed": ignored("the draw of units is secret"),
     "train_sampling_strategy": refused(
-        "ε assumes that units are drawn by Poisson sampling, which has no order of batches; microbatches are "
-        "sorted by length already",
+        "ε requires that the plan's sampler draws the units; microbatches are already sorted by length",
         "random",
     ),
-    "length_column_name": ignored("lengths are counted"),
+    "length_column_name": ignored("dpllm counts the tokens of each row"),
     "label_names": works(),
-    "remove_unused_columns": works("for collators of transformers; any other collator gets all columns"),
+    "remove_unused_columns": works("with collators of transformers; other collators receive all columns"),
 }
 _LOGGING: dict[str, Argument] = {
-    "logging_strategy": works("the report counts every loss that is written"),
+    "logging_strategy": works("the report counts every logged loss"),
     "logging_steps": works(),
     "logging_first_step": works(),
     "log_on_each_node": works(),
     "logging_nan_inf_filter": works(),
     "include_num_input_tokens_seen": refused(
-        "the number of tokens of a step depends on the secret draw, and no ε covers it",
+        "the number of tokens in a step depends on the secret draw, and ε does not cover it",
         "no",
         False,
     ),
     "log_level": works(),
     "log_level_replica": works(),
     "disable_tqdm": works(),
-    "report_to": works("the report names each tracker; those that upload checkpoints are refused"),
+    "report_to": works("the report names each tracker; trackers that upload checkpoints are refused"),
     "run_name": works(),
     "project": works(),
     "trackio_space_id": works(),
     "trackio_bucket_id": works(),
     "trackio_static_space_id": works(),
-    "debug": refused("it prints values computed from private rows, which no ε covers; leave it out", [], ""),
-    "skip_memory_metrics": works("the report counts memory figures that are written"),
+    "debug": refused("it prints values computed from private rows, which ε does not cover; leave it out", [], ""),
+    "skip_memory_metrics": works("the report counts logged memory figures"),
 }
 _EVALUATING: dict[str, Argument] = {
     "eval_strategy": works("the report counts every evaluation, unless eval_is_public is declared"),
@@ -169,44 +172,46 @@ _EVALUATING: dict[str, Argument] = {
     "metric_for_best_model": works(_FOLLOWS),
     "greater_is_better": works(_FOLLOWS),
     "load_best_model_at_end": refused(
-        "the best of several checkpoints is chosen by evaluation rows, which no ε covers; keep the last",
+        "it chooses a checkpoint by evaluation results, which ε does not cover; keep the last checkpoint",
         False,
     ),
-    "sortish_sampler": refused("units are drawn by the sampler of the plan", False),
+    "sortish_sampler": refused("the plan's sampler draws the units", False),
     "predict_with_generate": refused(_GENERATION, False),
     "generation_max_length": refused(_GENERATION, None),
     "generation_num_beams": refused(_GENERATION, None),
     "generation_config": refused(_GENERATION, None),
 }
 _SAVING: dict[str, Argument] = {
-    "save_only_model": works("a run that continues from such a checkpoint starts optimizer and schedule again"),
+    "save_only_model": works("a run resumed from such a checkpoint restarts the optimizer and the schedule"),
     "save_strategy": works("best " + _FOLLOWS),
     "save_steps": works(),
     "save_total_limit": works(),
     "save_on_each_node": refused(
-        "a checkpoint is one folder that all machines share; node-local copies lack the other nodes' shards",
+        "all machines share one checkpoint folder; node-local copies lack the shards of other nodes",
         False,
     ),
     "enable_jit_checkpoint": refused(
-        "dpllm itself saves a checkpoint on SIGTERM, after the step that is under way; leave it out",
+        "dpllm saves a checkpoint on SIGTERM by itself, after the current step; leave it out",
         False,
     ),
-    "resume_from_checkpoint": ignored("as by Trainer: pass it to train(); a recipe passes it"),
-    "restore_callback_states_from_checkpoint": works("a checkpoint holds only states that follow no private row"),
-    "ignore_data_skip": ignored("a run that continues draws new units"),
-    "push_to_hub": works("the model with its guarantee, from an allow-list of files"),
+    "resume_from_checkpoint": ignored("as in Trainer: pass it to train(), as a recipe does"),
+    "restore_callback_states_from_checkpoint": works(
+        "a checkpoint contains only callback states that do not depend on private rows"
+    ),
+    "ignore_data_skip": ignored("a resumed run draws new units"),
+    "push_to_hub": works("uploads the model with its guarantee, from an allow-list of files"),
     "hub_token": works(),
     "hub_private_repo": works(),
     "hub_model_id": works(),
-    "hub_strategy": works("with push_to_hub only end: other values upload checkpoints"),
-    "hub_always_push": ignored("nothing is uploaded during training"),
+    "hub_strategy": works("only end with push_to_hub: other values upload checkpoints"),
+    "hub_always_push": ignored("dpllm uploads nothing during training"),
     "hub_revision": works(),
 }
 _MACHINE: dict[str, Argument] = {
     "use_cpu": works(),
     "accelerator_config": works(_EVALUATION + "; gradient accumulation is refused"),
     "parallelism_config": works("only dp_shard_size and dp_replicate_size"),
-    "dataloader_drop_last": refused("a step's batch is the whole draw; no unit of it may be dropped", False),
+    "dataloader_drop_last": refused("a step uses every drawn unit, and none may be dropped", False),
     "dataloader_num_workers": works(_EVALUATION),
     "dataloader_pin_memory": works(_EVALUATION),
     "dataloader_persistent_workers": works(_EVALUATION),
@@ -222,9 +227,9 @@ _MACHINE: dict[str, Argument] = {
     "fsdp": works("FSDP2"),
     "fsdp_config": works("FSDP2"),
     "deepspeed": works("ZeRO-1, -2 and -3; options that conflict with the guarantee are refused by name"),
-    "do_train": ignored("as by Trainer: for scripts"),
-    "do_eval": ignored("as by Trainer: for scripts"),
-    "do_predict": ignored("as by Trainer: for scripts"),
+    "do_train": ignored("as in Trainer: for scripts"),
+    "do_eval": ignored("as in Trainer: for scripts"),
+    "do_predict": ignored("as in Trainer: for scripts"),
     "local_rank": ignored("the launcher sets the rank"),
 }
 TOPICS: dict[str, dict[str, Argument]] = {
@@ -282,9 +287,9 @@ def _is_default(args: Any, name: str) -> bool:
 
 _HEAD = """# TrainingArguments in private training
 
-Each option of transformers' `TrainingArguments` (and `Seq2SeqTrainingArguments`) works, is ignored for the reason given
-here, or is refused with an error before any data are read. In a recipe these are the keys of the section `train`.
-An option that is in no table, such as one of a later release of transformers, is refused unless it has its default.
+Each option of transformers' `TrainingArguments` (and `Seq2SeqTrainingArguments`) works, is ignored, or is refused with
+an error before any data are read. In a recipe these are the keys of the section `train`. An option missing from the
+tables, such as one of a later transformers release, is refused unless it has its default value.
 
 `python -m dpllm.training.argument_table` prints this file.
 """
@@ -294,7 +299,7 @@ def document() -> str:
     """Return the text of docs/training_arguments.md."""
     parts = [_HEAD]
     for kind, title, column in (
-        (WORKS, "Works", "differs from `Trainer`, or is limited"),
+        (WORKS, "Works", "difference from `Trainer`, or limit"),
         (IGNORED, "Ignored", "because"),
         (REFUSED, "Refused", "because"),
     ):

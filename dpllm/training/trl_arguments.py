@@ -17,25 +17,25 @@ from dpllm.models.preference import COUPLED, KINDS, PairLoss
 from dpllm.training.argument_table import ARGUMENTS, Argument, ignored, refuse_by_table, refused, works
 
 _ROUTER = refused(
-    "the load-balancing loss is an average over the tokens of all rows, so a unit's gradient would depend on others. "
-    "Leave it out: the loss of a row has no such term",
+    "the load-balancing loss averages over the tokens of all rows, so a unit's gradient would depend on other units. "
+    "Leave it out: the row loss has no such term",
     None,
     0,
 )
 _OFFLOADING = refused(
-    "activations on the CPU were not tried with the hooks that compute the norms. Set gradient_checkpointing=True",
+    "offloading activations to the CPU has not been tested with the norm computation. Set gradient_checkpointing=True",
     False,
 )
-_PADDING_FREE = "rows would be concatenated by TRL's collator"
-_MULTIPLE = ignored("rows are padded to the longest of their microbatch; it has no influence on the result")
-_PAD_TOKEN = works("sets the tokenizer's padding token; TRL 1.1 deprecated it")
+_PADDING_FREE = "TRL's collator would concatenate rows"
+_MULTIPLE = ignored("rows are padded to the longest row of their microbatch, which does not affect the result")
+_PAD_TOKEN = works("sets the tokenizer's padding token; deprecated since TRL 1.1")
 
 SHARED: Mapping[str, Argument] = {
-    "model_init_kwargs": works("arguments of from_pretrained, if the model is given by its name"),
-    "trust_remote_code": works("if the model is given by its name"),
+    "model_init_kwargs": works("arguments of from_pretrained, if the model is passed by name"),
+    "trust_remote_code": works("if the model is passed by name"),
     "router_aux_loss_coef": _ROUTER,
     "dataset_num_proc": ignored("each process prepares all rows, one after the other"),
-    "max_length": works("the most tokens of a row"),
+    "max_length": works("the maximum number of tokens per row"),
     "truncation_mode": works("keep_start or keep_end"),
     "pad_to_multiple_of": _MULTIPLE,
     "activation_offloading": _OFFLOADING,
@@ -46,26 +46,28 @@ SHARED: Mapping[str, Argument] = {
 SFT: Mapping[str, Argument] = {
     **SHARED,
     "chat_template_path": works(
-        "a Jinja file. A tokenizer's folder is refused: trl.clone_chat_template(model, tokenizer, path) returns the "
+        "a Jinja file. A tokenizer folder is refused: trl.clone_chat_template(model, tokenizer, path) returns the "
         "model and the tokenizer to pass"
     ),
-    "dataset_text_field": works("the column of texts"),
-    "dataset_kwargs": works("skip_prepare_dataset takes rows as they are; other keys are refused"),
-    "eos_token": works("sets the token that ends texts, in tokenizer and model"),
-    "shuffle_dataset": ignored("the sampler of the plan draws the rows of each step"),
+    "dataset_text_field": works("the text column"),
+    "dataset_kwargs": works("skip_prepare_dataset uses rows as they are; other keys are refused"),
+    "eos_token": works("sets the end-of-text token of the tokenizer and the model"),
+    "shuffle_dataset": ignored("the plan's sampler draws the rows of each step"),
     "packing": refused(
-        "rows of several units would share a sequence. Pass pack_rows=True to DPSFTTrainer: it concatenates the rows "
+        "a sequence would contain rows of several units. Pass pack_rows=True to DPSFTTrainer: it concatenates the rows "
         "of a microbatch, and attention and norms keep them apart",
         False,
     ),
-    "packing_strategy": ignored("packing is refused; pack_rows has no strategy"),
+    "packing_strategy": ignored("packing is refused, and pack_rows has no strategy"),
     "padding_free": refused(f"{_PADDING_FREE}. Pass pack_rows=True to DPSFTTrainer", False),
-    "eval_packing": refused("an evaluation pads its rows. Leave it out", None, False),
-    "completion_only_loss": works("by default, if there are completions"),
-    "assistant_only_loss": works("takes TRL's training template where the tokenizer's own does not mark the words"),
+    "eval_packing": refused("evaluation pads its rows. Leave it out", None, False),
+    "completion_only_loss": works("on by default if there are completions"),
+    "assistant_only_loss": works(
+        "uses TRL's training template if the tokenizer's own does not mark the assistant's tokens"
+    ),
     "loss_type": refused(
-        "only 'nll' has a loss per row here, the mean over the row's own tokens. TRL's 'dft' is divided by the tokens "
-        "of the batch. Leave it out",
+        "only 'nll' has a loss per row, the mean over the row's own tokens. TRL divides 'dft' by the tokens of the "
+        "batch. Leave it out",
         "nll",
     ),
 }
@@ -75,25 +77,31 @@ SFT: Mapping[str, Argument] = {
 DPO: Mapping[str, Argument] = {
     **SHARED,
     "disable_dropout": works("sets every dropout of the model to 0"),
-    "padding_free": refused(f"{_PADDING_FREE}; TRL itself pads at present. Leave it out", False),
-    "precompute_ref_log_probs": ignored("the reference is always computed once, before the first step"),
-    "precompute_ref_batch_size": ignored("each call of the reference has one pair, so that no other pair changes it"),
-    "loss_type": works(
-        f"the losses of one pair: {', '.join(KINDS)}. {', '.join(COUPLED)} couple pairs and are refused"
+    "padding_free": refused(f"{_PADDING_FREE}, and at present TRL itself pads them. Leave it out", False),
+    "precompute_ref_log_probs": ignored(
+        "the reference log-probabilities are always computed once, before the first step"
     ),
-    "loss_weights": works("one for each loss"),
-    "ld_alpha": works("weights the tokens beyond the length of the shorter answer"),
+    "precompute_ref_batch_size": ignored(
+        "the reference reads one pair at a time, so no other pair changes its log-probabilities"
+    ),
+    "loss_type": works(
+        f"losses of single pairs: {', '.join(KINDS)}. Losses that couple pairs are refused: {', '.join(COUPLED)}"
+    ),
+    "loss_weights": works("one weight per loss"),
+    "ld_alpha": works("the weight of the tokens beyond the length of the shorter answer"),
     "f_divergence_type": works("reverse_kl, forward_kl, js_divergence or alpha_divergence"),
-    "f_alpha_divergence_coef": works("of alpha_divergence"),
-    "label_smoothing": works("of exo_pair and robust"),
-    "beta": works("the strength of the tie to the reference"),
+    "f_alpha_divergence_coef": works("for alpha_divergence"),
+    "label_smoothing": works("for exo_pair and robust"),
+    "beta": works("how strongly the loss ties the model to the reference"),
     "use_weighting": refused(
-        "WPO's weights need the squared probabilities of the whole vocabulary, which the loss does not form. Leave it "
+        "WPO's weights need the squared probabilities of the whole vocabulary, which dpllm does not compute. Leave it "
         "out",
         False,
     ),
-    "discopop_tau": works("of discopop"),
-    "sync_ref_model": refused("the reference is computed once, before the first step. Leave it out", False),
+    "discopop_tau": works("for discopop"),
+    "sync_ref_model": refused(
+        "the reference log-probabilities are computed once, before the first step. Leave it out", False
+    ),
     "ref_model_mixup_alpha": ignored("sync_ref_model is refused"),
     "ref_model_sync_steps": ignored("sync_ref_model is refused"),
 }
@@ -195,28 +203,22 @@ tuned = DPSFTTrainer("model", SFTConfig("runs/sft", **shared), privacy, conversa
 tuned = DPDPOTrainer("model", DPOConfig("runs/dpo", **shared), privacy, preferences, peft_config=lora)
 ```
 
-In a recipe, `train.trainer: sft` or `dpo` adds the names of these configurations to the section `train`. The recipes
-`sft_replies` and `dpo_replies` run on a CPU. `dpllm plan suggest` takes a recipe with `sft`. Rehearsals,
-`dpllm methods tune` and `recipes/compare.py` make rows and losses themselves, and refuse both trainers.
+[Python trainers](tutorials/trainer.md#supervised-fine-tuning-and-preferences) explains losses and units. In a recipe,
+`train.trainer: sft` or `dpo` adds the options of these configurations to the section `train`; the recipes `sft_replies`
+and `dpo_replies` run on a CPU. Rehearsals, `dpllm methods tune` and `recipes/compare.py` compute rows and losses
+themselves and refuse both trainers, and `dpllm plan suggest` refuses `dpo`.
 
-- **Data**: texts, prompts with completions, conversations and preferences, in TRL's columns. Each row is made of one
-  example. TRL reads the shape of all examples from the first one, and here another shape is an error. Examples without
-  a target are an error too, because N would depend on them.
-- **Conversations**: in the forms of OpenAI, ShareGPT and LLaMA-Factory, with the columns `system`, `tools`, `documents`
-  and `chat_template_kwargs` beside them. What the chat template would leave out of an example is an error.
-- **Loss of SFT**: the mean over a row's own targets. TRL divides by the targets of the batch.
-- **Loss of DPO**: one for each pair, with TRL's formulas. Losses that sort or average over the batch are refused.
-- **Unit of DPO**: one pair, with its prompt and both answers. A prompt in several pairs needs
-  a column with the prompt's id, named in `PrivacyConfig(unit=...)`. Otherwise the report has an open point.
-- **Reference of DPO**: the model before the first step, or `ref_model`, or the columns `ref_chosen_logps` and
-  `ref_rejected_logps`. Its log-probabilities are computed once, with one pair in each call. This takes one forward pass
-  over all pairs before the first step.
-- **Figures**: rewards, margins and accuracies are computed on `eval_dataset` only, and the report counts them. Rewards
-  on training pairs are not computed.
-- **Several processes**: a loss of two calls has the same clipped sum on DDP, FSDP2, ZeRO-1, -2 and -3.
-- **Not here**: KTO, GRPO, reward models and images. Packing is `pack_rows=True` of `DPSFTTrainer`.
+- **Data**: texts, prompts with completions, conversations and preferences, in TRL's columns;
+  [conversations](../recipes/README.md#chats) in the forms of a recipe. Each example becomes one row. TRL infers the
+  shape of all examples from the first one; dpllm refuses examples of a different shape, and examples without a target,
+  because N would depend on them.
+- **DPO reference**: the model before the first step, or `ref_model`, or the columns `ref_chosen_logps` and
+  `ref_rejected_logps`. dpllm computes its log-probabilities once, in one forward pass over all pairs before the first
+  step.
+- **Figures**: dpllm computes rewards, margins and accuracies on `eval_dataset` only, and the report counts them.
+- **Not supported**: KTO, GRPO, reward models and images.
 
-The options of `TrainingArguments` are in [another table](training_arguments.md).
+The options of `TrainingArguments` are in [their own table](training_arguments.md).
 """
 
 

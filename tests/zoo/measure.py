@@ -291,10 +291,7 @@ def _result(method: str, model: nn.Module, task: str, rows: list[Batch], rows_BP
     return Result("refused" if refusal else "wrong", refusal, worst)
 
 
-FOUND_WITH_LARGER_WEIGHTS = (
-    "the loss of a row depends on other rows: so little with the weights of the zoo that a run finds it with larger "
-    "weights only"
-)
+FOUND_WITH_LARGER_WEIGHTS = "the loss of a row depends on other rows, which a run finds only with larger weights"
 
 
 def larger(model: nn.Module) -> nn.Module:
