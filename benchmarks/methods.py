@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dpllm.data.labels import IGNORE
-from dpllm.engines.single import SingleProcess
+from dpllm.engines.base import SingleProcess
 from dpllm.ghost import GhostClipper, NormMethod
 from dpllm.mechanism.clipping import FlatClipping
 from dpllm.mechanism.parts import Clipping

@@ -17,10 +17,9 @@ from torch import nn
 from dpllm.config import ConfigError
 from dpllm.engines import DeepSpeedZero, engine_for, model_inside
 from dpllm.engines.base import Engine
-from dpllm.engines.errors import no_totals
-from dpllm.engines.optimizers import refuse_unsteppable
+from dpllm.engines.checksums import check_model
+from dpllm.engines.guard import no_totals, refuse_unsteppable
 from dpllm.engines.processes import Processes
-from dpllm.engines.replicas import check_model
 from dpllm.ghost import NormMethod, UnitClipper
 from dpllm.ghost.tapped_model import refuse_clipped
 from dpllm.models.quantization import BASE_STORED_AS, make_ready, stored_as

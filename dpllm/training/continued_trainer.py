@@ -17,10 +17,22 @@ from transformers import Trainer
 from transformers.utils import logging
 
 from dpllm.engines.engine_for import model_inside
-from dpllm.engines.engine_pairs import DDP, FSDP2, FSDP2_MODEL, SCHEDULER_FILE, SINGLE, Setup, Way, setup_of
-from dpllm.engines.errors import EngineError
+from dpllm.engines.guard import EngineError
 from dpllm.engines.processes import Processes
-from dpllm.engines.saved_state import SavedState, names_of_groups, saved_state, write_names
+from dpllm.engines.saved_state import (
+    DDP,
+    FSDP2,
+    FSDP2_MODEL,
+    SCHEDULER_FILE,
+    SINGLE,
+    SavedState,
+    Setup,
+    Way,
+    names_of_groups,
+    saved_state,
+    setup_of,
+    write_names,
+)
 from dpllm.privacy.checkpoints import CheckpointError
 from dpllm.training.load_state import groups_held, load_optimizer, load_schedule, load_weights, require_exact
 from dpllm.training.resume import Continued

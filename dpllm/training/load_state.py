@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dpllm.engines.engine_pairs import CONFIGS, FSDP2, Setup
-from dpllm.engines.optimizers import innermost
+from dpllm.engines.guard import innermost
 from dpllm.engines.processes import Processes
-from dpllm.engines.saved_state import SavedState, plain_name
+from dpllm.engines.saved_state import CONFIGS, FSDP2, SavedState, Setup, plain_name
 from dpllm.privacy.checkpoints import CheckpointError
 from dpllm.training.weight_shards import WeightFragments
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from dpllm.engines.optimizers import innermost
+from dpllm.engines.guard import innermost
 from dpllm.ghost import UnitClipper
 from dpllm.ghost.errors import is_shortage
 from dpllm.ghost.kernels import accumulation_dtype

@@ -24,7 +24,7 @@ from dpllm.config.formats.record_format import Chat
 from dpllm.config.metrics import METRICS
 from dpllm.config.output_folder import REPORTS, check_output_folder
 from dpllm.data.chat import ChatTemplate
-from dpllm.engines.errors import no_totals
+from dpllm.engines.guard import no_totals
 from dpllm.mechanism.catalogue import clipping_of, noise_of, with_randomness
 from dpllm.mechanism.parts import Noise, Spec, require_entries
 from dpllm.models.inputs import num_positions

@@ -28,8 +28,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from dpllm.config import ConfigError
 from dpllm.engines import DeepSpeedZero, model_inside
+from dpllm.engines.checksums import check_before_saving
 from dpllm.engines.processes import Processes, found_by
-from dpllm.engines.replicas import check_before_saving
 from dpllm.ghost import GhostClipper, GhostError, NormMethod, PerUnitClipper, UnitClipper
 from dpllm.ghost.parameters import no_gradient
 from dpllm.mechanism.generators import NoiseSource

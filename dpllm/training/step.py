@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from dpllm.data.transfer import send_array
 from dpllm.engines.base import Engine
+from dpllm.engines.checksums import Replicas
 from dpllm.engines.processes import found_by
-from dpllm.engines.replicas import Replicas
 from dpllm.ghost import UnitClipper
 from dpllm.ghost.sums import Finish, Sum
 from dpllm.mechanism.noise import IndependentStream

@@ -36,9 +36,9 @@ from dpllm.data.lengths import input_of, refuse_other_classes
 from dpllm.data.private_tempdir import remove_private_folder
 from dpllm.data.raw_rows import LONGEST, RowMaker, is_raw, is_stored, read_keys
 from dpllm.data.records import chats_in
-from dpllm.engines.engine_pairs import is_start
 from dpllm.engines.finite import NonfiniteSteps, require_finite
 from dpllm.engines.processes import DisagreementError, Processes, told_by_rank
+from dpllm.engines.saved_state import is_start
 from dpllm.ghost import GhostClipper, NormMethod
 from dpllm.mechanism.limits import NOISE_MEMORIES
 from dpllm.models.inputs import num_positions

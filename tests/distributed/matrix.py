@@ -19,7 +19,7 @@ from dpllm import GhostClipper, GhostError, PrivacyConfig, PrivateRun, make_plan
 from dpllm.config import DataConfig
 from dpllm.data.rows import RowCollator, load_records, tokenize_records
 from dpllm.data.units import UnitIndex
-from dpllm.engines import EngineError, buckets, engine_for, local_sums, model_inside
+from dpllm.engines import EngineError, buckets, engine_for, model_inside
 from dpllm.engines.processes import DisagreementError, Processes
 from dpllm.mechanism import regenerated
 from dpllm.mechanism.clipping import FlatClipping
@@ -190,7 +190,7 @@ def movement(
     for _ in range(steps):
         before = whole_parameters(prepared, inner)
         mine = batches_of(batch, owners, every, max_rows, rank, size, clipper.one_unit)
-        none_left = mock.patch.object(local_sums, "free_memory", lambda device, processes: (0.0, 1.0))
+        none_left = mock.patch.object(buckets, "free_memory", lambda device, processes: (0.0, 1.0))
         with none_left if short else contextlib.nullcontext():
             private_step(clipper, mine, loss_of(inner, case, calls), plan, runner, ledger, stream)
         if thresholds is not None:

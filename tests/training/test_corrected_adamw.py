@@ -12,7 +12,7 @@ import torch
 from dpllm import PrivacyConfig, PrivateRun, make_plan
 from dpllm.config import ConfigError
 from dpllm.config.recipe import PublicPretrainConfig
-from dpllm.engines.optimizers import innermost
+from dpllm.engines.guard import innermost
 from dpllm.mechanism.known_noise import KnownNoise
 from dpllm.privacy.accounting import epsilon
 from dpllm.training.arguments import refuse_options

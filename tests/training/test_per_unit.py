@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dpllm import GhostError, PrivateRun
-from dpllm.engines.errors import EngineError
+from dpllm.engines.guard import EngineError
 from dpllm.ghost import NoRuleError
 from dpllm.training.checks.independence import IndependenceError
 from dpllm.training.checks.watch import WatchError

@@ -20,7 +20,7 @@ from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from dpllm.engines.optimizers import innermost
+from dpllm.engines.guard import innermost
 from dpllm.training.checks.watch import WatchError
 
 DECLARED = "learning rates and other decisions of the loop"

@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dpllm.engines.checksums import Checksum, pieces, values
-from dpllm.engines.optimizers import innermost
+from dpllm.engines.guard import innermost
 from dpllm.ghost.parameters import leaves_of
 from dpllm.ghost.refusals import scales_of
 
