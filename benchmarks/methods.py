@@ -23,8 +23,7 @@ from dpllm.mechanism.parts import Clipping
 from dpllm.mechanism.per_layer import PerLayerClipping
 from dpllm.models.losses import per_sequence_loss
 from dpllm.models.tasks import default_row_loss
-from dpllm.training.head_losses import HeadLosses
-from dpllm.training.row_losses import RowLosses
+from dpllm.training.row_losses import HeadLosses, RowLosses
 
 CLIP_NORM = 1.0
 PLAIN, OURS, TWICE, LAYERS = "non-private", "dpllm", "dpllm-two-passes", "dpllm-per-layer"

@@ -1,6 +1,6 @@
 """The metrics that a recipe may ask for beyond perplexity or accuracy, and the tasks that they fit.
 
-Place in the flow: below the recipe, whose ``data.metrics`` names them; `dpllm.training.held_out` computes them.
+Place in the flow: below the recipe, whose ``data.metrics`` names them; `dpllm.training.evaluation` computes them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The state in a checkpoint, by parameter name, whichever engine wrote it.
 
-`dpllm.training.load_state` divides the state again for the engine of a resumed run. A reader maps the checkpoint's
-files, or reads the requested entries; it changes nothing and needs no other process, so any number of processes may
-read a checkpoint at the same time. No process holds more than one parameter at a time.
+`dpllm.training.continued_trainer` divides the state again for the engine of a resumed run. A reader maps the
+checkpoint's files, or reads the requested entries; it changes nothing and needs no other process, so any number of
+processes may read a checkpoint at the same time. No process holds more than one parameter at a time.
 
 How a run on one engine continues a checkpoint of another engine is a table of all pairs. An engine is named by the
 accelerate config that selects it (``dpllm train --config zero3``). `ways` makes the whole decision: either the code

@@ -337,7 +337,7 @@ def footprint(shape: ModelShape, run: Run) -> Footprint:
 
 
 def in_chunks(shape: ModelShape, run: Run) -> bool:
-    """Return whether logits exist one chunk at a time, by the rule of `dpllm.training.head_losses`."""
+    """Return whether logits exist one chunk at a time, by the rule of `dpllm.training.row_losses`."""
     head = shape.head
     if run.head == "whole" or not head.entries:
         return False

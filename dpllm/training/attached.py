@@ -37,7 +37,7 @@ from dpllm.training.checks.randomness import refuse_own_generators
 from dpllm.training.checks.watch import Watch
 from dpllm.training.choose_clipper import METHOD, chosen, clipper_for, in_words, rows_of_calls
 from dpllm.training.corrected_adamw import SECOND_MOMENT_FACT, refuse_other_second_moment, teller, words_of
-from dpllm.training.microbatch_size import AUTO
+from dpllm.training.out_of_memory import AUTO
 from dpllm.training.rows import LossOf, TrainingRows
 from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.step import call_in_lockstep

@@ -54,9 +54,14 @@ from dpllm.training.checks.watch import WatchError
 from dpllm.training.choose_clipper import FROZEN, freeze_unused, in_parts
 from dpllm.training.draws import LEFT_OUT, DrawError, Draws, mode_now
 from dpllm.training.ledger_notes import PrivateSources, note_units, note_users
-from dpllm.training.microbatch_size import TOKENS_WITHOUT_MEASURE, memory_of, needed_later, rows_that_fit
 from dpllm.training.microbatches import StepBatch, microbatches
-from dpllm.training.out_of_memory import MicrobatchTooLargeError
+from dpllm.training.out_of_memory import (
+    TOKENS_WITHOUT_MEASURE,
+    MicrobatchTooLargeError,
+    memory_of,
+    needed_later,
+    rows_that_fit,
+)
 from dpllm.training.resume import require_shared_folder
 from dpllm.training.rows import LossOf, TrainingRows
 from dpllm.training.shared_ledger import SharedLedger

@@ -15,7 +15,7 @@ from dpllm.config import ConfigError, DataConfig, Recipe
 from dpllm.data.messages import BESIDE, OPTIONS, read_beside
 from dpllm.data.rows import RowCollator
 from dpllm.training.dpo_trainer import DPDPOTrainer
-from dpllm.training.held_out import HeldOut, HeldOutRows
+from dpllm.training.evaluation import HeldOut, HeldOutRows
 from dpllm.training.pair_losses import HeldOutPairs, PairLosses
 from dpllm.training.sft_trainer import DPSFTTrainer
 from dpllm.training.trainer import DPTrainer

@@ -245,7 +245,7 @@ BUGS = [
         "counted",
         (
             (
-                "dpllm/training/adaptive_threshold.py",
+                "dpllm/training/step.py",
                 ".clamp(-0.5, 0.5).sum()",
                 ".clamp(-0.5, 0.5).mean().nan_to_num() * self._plan.expected_batch_size",
             ),

@@ -29,10 +29,9 @@ from dpllm.mechanism.noise import IndependentStream
 from dpllm.mechanism.parts import NoiseStream
 from dpllm.mechanism.regenerated import stream_of
 from dpllm.privacy.plan import PrivacyPlan
-from dpllm.training.adaptive_threshold import StepStatistic
 from dpllm.training.choose_clipper import clipper_for
 from dpllm.training.microbatches import microbatches
-from dpllm.training.step import private_step
+from dpllm.training.step import StepStatistic, private_step
 from tests.distributed.setups import dispose, prepare, unreduced, update, whole_parameters
 from tests.memory_ledger import MemoryLedger
 from tests.reference.oracle import LOSSES

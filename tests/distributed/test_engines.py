@@ -396,7 +396,7 @@ def test_regenerated_noise_is_stored_noise_on_every_engine(engine, tmp_path):
 
 @kills(
     "every process adds noise to the count of a quantile",
-    "dpllm/training/adaptive_threshold.py",
+    "dpllm/training/step.py",
     "add_share_(STATISTIC, total, deviation, processes.rank, processes.size)",
     "add_share_(STATISTIC, total, deviation, 0, 1)",
 )

@@ -39,7 +39,7 @@ def gradients_of(run, optimizer, model, units, loss=loss_of):
 
 @kills(
     "one unit at a time, a call gets rows of several units",
-    "dpllm/training/cuts.py",
+    "dpllm/training/microbatches.py",
     "np.repeat(large_U | bounds.one_unit, ",
     "np.repeat(large_U, ",
 )
