@@ -18,12 +18,10 @@ from torch import Tensor, nn
 
 from dpllm.ghost import kernels
 from dpllm.ghost.blocks import CompiledBlocks
-from dpllm.ghost.errors import GhostError, NoRuleError
 from dpllm.ghost.norm_method import Flows, NormMethod
-from dpllm.ghost.norms import NormTally
 from dpllm.ghost.parameters import Passes
-from dpllm.ghost.receivers import AddUp, AddUpGroups, HeldUnit, Measure, Pass, Receiver
-from dpllm.ghost.refusals import refuse_for_one_pass
+from dpllm.ghost.receivers import AddUp, AddUpGroups, HeldUnit, Measure, NormTally, Pass, Receiver
+from dpllm.ghost.refusals import GhostError, NoRuleError, refuse_for_one_pass
 from dpllm.ghost.sums import Finish, GroupFactors, Sum, clip_factors
 from dpllm.ghost.tapped_model import TappedModel
 from dpllm.ghost.taps import Call, Target

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from dpllm.data.labels import BOUNDARIES
 from dpllm.data.transfer import host_values
-from dpllm.ghost.errors import GhostError, NoRuleError
+from dpllm.ghost.refusals import GhostError, NoRuleError
 
 _ROW_ARGUMENTS = ("input_ids", "inputs_embeds", "decoder_input_ids", "attention_mask", "pixel_values", "input_features")
 _PLACEHOLDER = re.compile(r"(image|video|audio|speech)_token_(id|index)$")

@@ -75,7 +75,7 @@ from dpllm.privacy.run_folder import is_used, lost_steps
 from dpllm.report.disclosures import HELD_OUT
 from dpllm.report.figures import plot_training
 from dpllm.report.release_notes import ReleaseNotes, keep_utility
-from dpllm.training import trl_recipe
+from dpllm.training import trl_trainers
 from dpllm.training.arguments import find_deepspeed_config, plan_for, training_arguments
 from dpllm.training.evaluation import HeldOut, HeldOutRows, Measurement, figure_words
 from dpllm.training.ledger_notes import OWN_TOKENIZER, PrivateSources
@@ -342,7 +342,7 @@ def trainer_of(
     }
     if recipe.train.get("trainer") is not None:
         prepared = prepare_model(model, recipe.model)
-        return trl_recipe.trainer_of(recipe, args, prepared, tokenizer, train_records, eval_records, **options)
+        return trl_trainers.trainer_of(recipe, args, prepared, tokenizer, train_records, eval_records, **options)
     num_labels = model.config.num_labels
     keep = [recipe.privacy.unit] if recipe.privacy.unit else []
     with args.main_process_first(desc="tokenizing the records"):

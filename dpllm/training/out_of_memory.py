@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from dpllm.data.transfer import pin, send
 from dpllm.engines.guard import innermost
 from dpllm.ghost import UnitClipper
-from dpllm.ghost.errors import is_shortage
 from dpllm.ghost.kernels import accumulation_dtype
+from dpllm.ghost.refusals import is_shortage
 from dpllm.ghost.sums import Finish, Sum
 from dpllm.training.microbatches import PATIENCE, FetchThread, Microbatch
 

@@ -32,8 +32,8 @@ from dpllm.data.labels import BOUNDARIES
 from dpllm.ghost import GhostClipper
 from dpllm.ghost.attach import is_linear
 from dpllm.ghost.chunked_head import LogitFormula, token_losses
-from dpllm.ghost.errors import is_shortage
 from dpllm.ghost.parameters import logits_outweigh
+from dpllm.ghost.refusals import is_shortage
 from dpllm.ghost.taps import subclass
 from dpllm.models.losses import (
     next_packed_tokens,

@@ -322,7 +322,7 @@ def released_by_two_tables(folder, units, noise_multiplier):
 
 @kills(
     "one unit at a time, a gradient that autograd shares between parameters is taken as a sum",
-    "dpllm/ghost/per_unit.py",
+    "dpllm/ghost/unit_clipper.py",
     "total.add_(gradient.to(total.dtype), alpha=factor)",
     "total.take_(gradient.to(total.dtype) if factor == 1 else gradient.to(total.dtype) * factor)",
 )

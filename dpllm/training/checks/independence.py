@@ -57,7 +57,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dpllm.data.labels import IGNORE
 from dpllm.data.transfer import own_copy, send
 from dpllm.ghost import GhostError, UnitClipper
-from dpllm.ghost.errors import is_shortage
+from dpllm.ghost.refusals import is_shortage
 from dpllm.training.checks.differences import (
     NEAR,
     SAME,
