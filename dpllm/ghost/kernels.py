@@ -48,7 +48,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def widen(x: Tensor) -> Tensor:
     """Return the tensor in its accumulation dtype."""
-    return x.to(accumulation_dtype(x.dtype))
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def entries(x_B: Tensor) -> Tensor:

@@ -145,8 +145,10 @@ class ModelCalls:
         """
         refuse_shared_media(kwargs, self._placeholders)
         packed = PackedRows(kwargs)
-        self.rows, self.tokens, self.packed = rows_of_call(args, kwargs), tokens_of_call(args, kwargs), packed
-        self.lengths = frozenset(t.shape[1] for t in flatten_tensors((args, kwargs)) if t.ndim > 1)
+        tensors = list(flatten_tensors((args, kwargs)))
+        lengths = [tensor.shape[1] for tensor in tensors if tensor.ndim > 1]
+        self.rows, self.tokens, self.packed = rows_of_call(args, kwargs), lengths[0] if lengths else 1, packed
+        self.lengths = frozenset(lengths)
         refuse_long_rows(max(packed.lengths, default=self.tokens), self._most_tokens)
         first, self._spent = self._spent, False
         if first:

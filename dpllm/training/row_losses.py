@@ -15,10 +15,11 @@ Shape suffixes: B rows, T tokens, D width of a hidden state, V vocabulary.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -136,8 +137,9 @@ class HeadLosses:
                 hidden_BTD, target, head.weight, head.bias, formula, None if clipper is None else clipper.take, index_BT
             )[..., None]
 
-        outputs, loss_BT1 = _call(model, inputs, losses_of)
-        loss_BT = loss_BT1[..., 0]
+        with _replaced_head(model, losses_of) as returned:
+            outputs = model(**inputs)
+        loss_BT = returned[-1][..., 0]
         # Engines gather weights for the backward pass when a gradient reaches the model's output.
         return outputs, _Joined.apply(loss_BT, outputs.logits) if outputs.logits.requires_grad else loss_BT
 
@@ -201,14 +203,15 @@ def _table_of(model: Any) -> Any:
 
 
 def _forward(head: Any, hidden_BTD: Tensor) -> Tensor:
-    """Compute what a head computes within `_call`."""
+    """Compute what a head computes within `_replaced_head`."""
     function, returned = head._tap_head
     returned.append(function(head, hidden_BTD))
     return returned[-1]
 
 
-def _call(model: Any, inputs: Mapping[str, Any], function: Callable[[Any, Tensor], Tensor]) -> tuple[Any, Tensor]:
-    """Call a model whose head temporarily has a subclass that computes something else; return both results.
+@contextlib.contextmanager
+def _replaced_head(model: Any, function: Callable[[Any, Tensor], Tensor]) -> Iterator[list[Tensor]]:
+    """Temporarily give a model's head a subclass that computes something else; yield the list of its results.
 
     Raises:
         RuntimeError: the model does not call its head, or, without gradients, more than once.
@@ -219,13 +222,12 @@ def _call(model: Any, inputs: Mapping[str, Any], function: Callable[[Any, Tensor
     head.__class__ = subclass(kind, "chunked_head", forward=_forward)
     head.__dict__["_tap_head"] = function, returned
     try:
-        outputs = model(**inputs)
+        yield returned
     finally:
         head.__class__ = kind
         del head.__dict__["_tap_head"]
     if not returned or (len(returned) > 1 and not torch.is_grad_enabled()):  # a clipper may call the model before
         raise RuntimeError(f"the model calls its head {len(returned)} times. Set model.head: whole")
-    return outputs, returned[-1]
 
 
 def _compare(model: Any, inputs: Mapping[str, Any]) -> LogitFormula | str:
@@ -248,18 +250,20 @@ def _compare(model: Any, inputs: Mapping[str, Any]) -> LogitFormula | str:
 
     try:
         with in_mode(model, training=False), torch.no_grad():
-            outputs, product = _call(model, inputs, logits_of)
+            with _replaced_head(model, logits_of) as products:
+                outputs = model(**inputs)
             whole = outputs.logits[0].to(losses[0].dtype)
             expected = F.cross_entropy(whole, targets[0][0], reduction="none")
             errors = [float((expected - one).abs().max() / (1 + whole.abs().max())) for one in losses]
-            small, one = _call(model, inputs, lambda _, hidden_BTD: hidden_BTD[..., :1])
-            if small.logits.shape != one.shape:
+            with _replaced_head(model, lambda _, hidden_BTD: hidden_BTD[..., :1]) as numbers:
+                small = model(**inputs)
+            if small.logits.shape != numbers[-1].shape:
                 return "the model's output and its head's output have different shapes"
     except Exception as raised:  # from the model's own code; the ordinary call also raises a mistake in the inputs
         if is_shortage(raised):
             raise
         return f"the model's logits cannot be replaced ({type(raised).__name__})"
-    tolerance = math.sqrt(max(torch.finfo(one.dtype).eps for one in (product, outputs.logits)))
+    tolerance = math.sqrt(max(torch.finfo(one.dtype).eps for one in (products[-1], outputs.logits)))
     for formula, error in zip(formulas, errors, strict=True):
         if error <= tolerance:
             return formula
@@ -302,6 +306,7 @@ class RowLosses:
     def __init__(self, row_loss: RowLoss, packed: bool, head: HeadLosses | None = None) -> None:
         """Store the loss and the layout."""
         self._row_loss, self._packed, self._head = row_loss, packed, head
+        self.__wrapped__ = row_loss  # for checks of the user's function
 
     def attention(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Return the context in which the model's attention processes packed rows separately."""
@@ -309,21 +314,21 @@ class RowLosses:
 
     def after(self, prepare: Callable[[Any], Any]) -> Callable[[Any, Mapping[str, Any]], Tensor]:
         """Return this function on inputs that are prepared first, for instance moved to the model's device."""
+        return functools.partial(self, prepare=prepare)
 
-        def after(model: Any, inputs: Mapping[str, Any]) -> Tensor:
-            tensors = {n: torch.from_numpy(one) if isinstance(one, np.ndarray) else one for n, one in inputs.items()}
-            return self(model, prepare(tensors))
-
-        after.__wrapped__ = self._row_loss  # type: ignore[attr-defined]  # for checks of the user's function
-        return after
-
-    def __call__(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
+    def __call__(
+        self, model: Any, inputs: Mapping[str, Any], prepare: Callable[[Any], Mapping[str, Any]] | None = None
+    ) -> Tensor:
         """Return the losses (B,) with a graph.
 
         Args:
             model: the model to run.
-            inputs: the collator's result on the model's device, with labels.
+            inputs: the collator's result, with labels; on the model's device, or anywhere, as tensors or arrays, with
+                ``prepare``.
+            prepare: see `after`.
         """
+        if prepare is not None:
+            inputs = prepare({n: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for n, x in inputs.items()})
         inputs = dict(inputs)
         labels = take_labels(inputs)
         bounds = inputs[BOUNDARIES] if self._packed else None
