@@ -32,9 +32,8 @@ from dpllm.report.definition import RELEASED_WEIGHTS, TRAINED_MODEL
 from dpllm.training.averaging import Averaging
 from dpllm.training.checks import agreement
 from dpllm.training.checks.independence import IndependenceCheck
-from dpllm.training.checks.learning_rates import INDEPENDENT, LearningRates
 from dpllm.training.checks.randomness import refuse_own_generators
-from dpllm.training.checks.watch import Watch
+from dpllm.training.checks.watch import INDEPENDENT, LearningRates, Watch
 from dpllm.training.choose_clipper import METHOD, chosen, clipper_for, in_words, rows_of_calls
 from dpllm.training.corrected_adamw import SECOND_MOMENT_FACT, refuse_other_second_moment, teller, words_of
 from dpllm.training.out_of_memory import AUTO

@@ -79,13 +79,13 @@ from dpllm.training import trl_trainers
 from dpllm.training.arguments import find_deepspeed_config, plan_for, training_arguments
 from dpllm.training.evaluation import HeldOut, HeldOutRows, Measurement, figure_words
 from dpllm.training.ledger_notes import OWN_TOKENIZER, PrivateSources
-from dpllm.training.pair_losses import HeldOutPairs
 from dpllm.training.preflight import PLAIN, check_recipe
 from dpllm.training.proposals import complete_recipe
 from dpllm.training.resume import RunCompletedError, begin_in, cut_short, steps_words, to_go_on
 from dpllm.training.screen import Phases
 from dpllm.training.signals import StopRequest, end_with_the_launcher, exit_code
 from dpllm.training.trainer import DPTrainer, WhenAttached
+from dpllm.training.trl_trainers import HeldOutPairs
 
 USAGE = """Fine-tune a language model privately: one program for every recipe.
 

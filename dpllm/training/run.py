@@ -48,9 +48,8 @@ from dpllm.training.averaging import Averaging, refuse_other_average
 from dpllm.training.checks import agreement
 from dpllm.training.checks.differences import Differences
 from dpllm.training.checks.independence import IndependenceError
-from dpllm.training.checks.learning_rates import DECLARED, INDEPENDENT, OWN_LOOP
 from dpllm.training.checks.randomness import SecretStreams
-from dpllm.training.checks.watch import WatchError
+from dpllm.training.checks.watch import DECLARED, INDEPENDENT, OWN_LOOP, WatchError
 from dpllm.training.choose_clipper import FROZEN, freeze_unused, in_parts
 from dpllm.training.draws import LEFT_OUT, DrawError, Draws, mode_now
 from dpllm.training.ledger_notes import PrivateSources, note_units, note_users
@@ -270,7 +269,7 @@ class PrivateRun:
             schedule_is_independent: declares that the learning rate and other hyperparameters set by the loop, and its
                 decisions about updates, depend on no loss or anything else computed from private rows. The report
                 states it as a fact; without it, the report of a custom loop has an open point. The rates are recorded
-                in any case (`dpllm.training.checks.learning_rates`).
+                in any case (`dpllm.training.checks.watch`).
             averaging: an average of the weights after the steps (`dpllm.training.averaging`), which the report names as
                 the released weights: save the model within ``averaging.shown()``. A loop that saves its state also
                 calls ``averaging.save`` and ``averaging.load``. None: the weights after the last step are released.

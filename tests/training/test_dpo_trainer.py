@@ -20,12 +20,12 @@ from dpllm.privacy.ledger import read_ledger  # noqa: E402
 from dpllm.report.disclosures import own_methods  # noqa: E402
 from dpllm.report.verify import verify  # noqa: E402
 from dpllm.training.checks.independence import IndependenceError  # noqa: E402
-from dpllm.training.pair_losses import PairLosses  # noqa: E402
 from dpllm.training.trl_trainers import (  # noqa: E402
     GIVEN_REFERENCE,
     LOSS_FACT,
     REFERENCE_FACT,
     SHARED_PROMPTS,
+    PairLosses,
 )
 from tests import trl_data  # noqa: E402
 from tests.mutations import kills  # noqa: E402
