@@ -360,7 +360,9 @@ def saved_state(checkpoint: str | Path, adapters: Sequence[str] = ()) -> SavedSt
         EngineError: DeepSpeed's files have an unknown layout.
     """
     checkpoint, config = Path(checkpoint), setup_of(checkpoint).config
-    weights_only = is_start(checkpoint) or not _has_optimizer(checkpoint)
+    optimizers = (OPTIMIZER_FILE, FSDP2_OPTIMIZER, FSDP2_WHOLE_OPTIMIZER)
+    has_optimizer = any((checkpoint / name).exists() for name in optimizers) or is_zero_checkpoint(checkpoint)
+    weights_only = is_start(checkpoint) or not has_optimizer
     if weights_only and _weight_files(checkpoint, adapters):
         return ReplicatedState(checkpoint, adapters, weights_only=True)
     if config in (SINGLE, DDP):
@@ -376,11 +378,6 @@ def _weight_files(checkpoint: Path, adapters: Sequence[str]) -> list[tuple[str, 
     for adapter in adapters:
         found += [(f"{adapter}/", path) for path in sorted((checkpoint / adapter).glob("*.safetensors"))]
     return found
-
-
-def _has_optimizer(checkpoint: Path) -> bool:
-    names = (OPTIMIZER_FILE, FSDP2_OPTIMIZER, FSDP2_WHOLE_OPTIMIZER)
-    return any((checkpoint / name).exists() for name in names) or is_zero_checkpoint(checkpoint)
 
 
 def plain_name(name: str) -> str:

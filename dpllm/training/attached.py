@@ -27,7 +27,7 @@ from dpllm.models.run_weights import RunWeights
 from dpllm.models.starting_point import check_start
 from dpllm.models.tasks import trained_words
 from dpllm.privacy.plan import PrivacyPlan
-from dpllm.privacy.run_folder import RunName, run_in
+from dpllm.privacy.run_folder import run_in
 from dpllm.report.definition import RELEASED_WEIGHTS, TRAINED_MODEL
 from dpllm.training.averaging import Averaging
 from dpllm.training.checks import agreement
@@ -144,7 +144,8 @@ def attach(
     inside = model_inside(model)
     refuse_unsteppable(optimizer)
     tell, moment = teller(optimizer, plan), words_of(optimizer)
-    name, first = _run_of(ledger), (optimizer if ledger.num_steps == 0 else None)
+    path, first = getattr(ledger, "path", None), (optimizer if ledger.num_steps == 0 else None)
+    name = None if path is None else run_in(Path(path).parent)  # an audit's stand-in has no file
     if name is not None:
         processes.from_main(lambda: refuse_other_second_moment(name.folder, moment))
     between: Sequence[str] = [] if before is None else before.changed(inside)
@@ -236,11 +237,6 @@ def _refuse_automatic_size(rows: TrainingRows, engine: Engine) -> None:
             f"{type(engine).__name__} all processes pass through each layer together. Set a number of tokens "
             "(microbatch.tokens); `dpllm plan memory` shows the memory of a microbatch"
         )
-
-
-def _run_of(ledger: SharedLedger) -> RunName | None:
-    own = getattr(ledger, "path", None)  # an audit's stand-in has no file
-    return None if own is None else run_in(Path(own).parent)
 
 
 def _digest(parameters: Mapping[str, nn.Parameter]) -> str:

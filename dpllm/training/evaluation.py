@@ -125,7 +125,7 @@ def measure(
         raise DataError("no held-out row has a target, so nothing can be measured: add labels to the rows")
     value = correct / count
     if compared_by == PERPLEXITY:
-        value = _exp(loss / count)
+        value = math.exp(loss / count) if loss / count < 700 else math.inf  # beyond the largest float
     elif compared_by == SQUARED_ERROR:
         value = loss / count
     more = {METRICS["macro_f1"].title: mean_f1(counted)} if macro_f1 else {}
@@ -243,11 +243,6 @@ def answered(outputs: Any, labels: Tensor) -> Tensor:
         place_B1 = logits_BT.masked_fill(~own_BT, -math.inf).argmax(1, keepdim=True)
         right_B &= (labels.gather(1, place_B1) & mark != 0).squeeze(1)
     return right_B
-
-
-def _exp(loss: float) -> float:
-    """Return exp(loss); infinity if it exceeds the largest float."""
-    return math.exp(loss) if loss < 700 else math.inf
 
 
 # ---------------------------------------------------------------------------------------------- held-out records

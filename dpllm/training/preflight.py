@@ -124,7 +124,10 @@ def check_recipe(recipe: Recipe, to_train: bool = True) -> list[str]:
             unchecked += template.notes(masked=recipe.train.get("trainer") is None)
     else:
         unchecked.append("the tokenizer is not checked: model.tokenizer names no folder here")
-    _check_positions(recipe, model)
+    require_positions(model, recipe.data.max_length, "data.max_length allows rows of")
+    if recipe.public_pretrain is not None:
+        longest = recipe.public_pretrain.data.max_length
+        require_positions(model, longest, "public_pretrain.data.max_length allows rows of")
     check_output_folder("train.output_dir", str(args.output_dir), REPORTS + _saved_bytes(model, recipe))
     return unchecked
 
@@ -227,13 +230,6 @@ def _check_train(name: str, section: Mapping[str, Any], to_train: bool, private:
         if to_train and logger not in integration_utils.get_available_reporting_integrations():
             raise ConfigError(f"{name}.report_to={logger}: it is not installed. Install it, or leave report_to out")
     return args
-
-
-def _check_positions(recipe: Recipe, model: nn.Module) -> None:
-    require_positions(model, recipe.data.max_length, "data.max_length allows rows of")
-    if recipe.public_pretrain is not None:
-        longest = recipe.public_pretrain.data.max_length
-        require_positions(model, longest, "public_pretrain.data.max_length allows rows of")
 
 
 def _saved_bytes(model: nn.Module, recipe: Recipe) -> int:

@@ -373,7 +373,8 @@ class IndependenceCheck:
         self, loss_of: Callable, max_tokens: int | None, first: bool
     ) -> tuple[Passes, tuple[Seen, Seen] | None]:
         """Return the passes over freshly drawn rows (fewer if memory runs out), and the largest difference."""
-        wanted = _rows_wanted(self._per_step, first)
+        least, share, most = FIRST if first else LATER
+        wanted = min(most, max(least, int(self._per_step * share)))  # few, unless a step has many more
         crowd = min(FIRST[2], math.ceil(self._per_step)) if first else 0
         while True:
             maker = RowMaker(self._rows, seed_between(0, 1))  # with different random numbers than the last check
@@ -673,12 +674,6 @@ def _as_written(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
     marks = ("_orig_mod", "_compiled_call_impl", "_tap_block")
     compiled = any(getattr(m, mark, None) is not None for m in model.modules() for mark in marks)
     return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
-
-
-def _rows_wanted(per_step: float, first: bool) -> int:
-    """Return the number of rows to run together: few, unless a step has many more."""
-    least, share, most = FIRST if first else LATER
-    return min(most, max(least, int(per_step * share)))
 
 
 def _config_of(model: nn.Module) -> dict[str, str]:
