@@ -117,20 +117,10 @@ def attach(
     loss_of: LossOf | None,
     lr_scheduler: Any,
 ) -> Attached:
-    """Create all parts of an attached model. Called by all processes together.
+    """Create all parts of an attached model, from the arguments of `dpllm.PrivateRun.attach` and the parts of its run.
 
-    Args:
-        model: the result of ``accelerator.prepare``.
-        optimizer: the optimizer, prepared in the same way.
-        plan: plan of the run.
-        rows: rows of the run.
-        ledger: ledger of the run; open points about the starting weights are noted there.
-        processes: processes of the run.
-        before: weights of the model that was previously attached to this run.
-        options: options of the run.
-        averaging: as for `dpllm.PrivateRun.attach`.
-        loss_of: as for `dpllm.PrivateRun.attach`.
-        lr_scheduler: as for `dpllm.PrivateRun.attach`.
+    ``before`` holds the weights of the model that was previously attached to the run. Open points about the starting
+    weights are noted in the ledger. Called by all processes together.
 
     Raises:
         EngineError, GhostError, DisagreementError, WatchError, ConfigError: see `dpllm.PrivateRun.attach`.

@@ -331,13 +331,7 @@ class PrivateRun:
     ) -> None:
         """Hook a model as `attach` does, for a caller that itself ends the ledger after an error and notes the sources.
 
-        Args:
-            options: options of the run.
-            model: as for `attach`.
-            optimizer: as for `attach`.
-            averaging: as for `attach`.
-            loss_of: as for `attach`.
-            lr_scheduler: as for `attach`; its ``step`` takes no metrics.
+        The caller has also refused a scheduler whose ``step`` takes metrics.
 
         Raises:
             EngineError, GhostError, DisagreementError, WatchError, ConfigError: see `attach`.
