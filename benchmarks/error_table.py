@@ -30,7 +30,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from dpllm.ghost.errors import GhostError
+from dpllm.ghost.refusals import GhostError
 from tests.reference.oracle import compare, released_over_clip_norm
 from tests.reference.zoo import CHECKPOINTING, DTYPES, FAMILIES, MODES, Case, is_meaningful
 

@@ -16,15 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from dpllm.data.labels import IGNORE
-from dpllm.engines.single import SingleProcess
+from dpllm.engines.base import SingleProcess
 from dpllm.ghost import GhostClipper, NormMethod
 from dpllm.mechanism.clipping import FlatClipping
 from dpllm.mechanism.parts import Clipping
 from dpllm.mechanism.per_layer import PerLayerClipping
 from dpllm.models.losses import per_sequence_loss
 from dpllm.models.tasks import default_row_loss
-from dpllm.training.head_losses import HeadLosses
-from dpllm.training.row_losses import RowLosses
+from dpllm.training.row_losses import HeadLosses, RowLosses
 
 CLIP_NORM = 1.0
 PLAIN, OURS, TWICE, LAYERS = "non-private", "dpllm", "dpllm-two-passes", "dpllm-per-layer"

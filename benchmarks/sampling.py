@@ -46,8 +46,7 @@ from throughput import CLOCKS, LiveBytes, machine
 
 from dpllm.data.units import UnitIndex
 from dpllm.mechanism.sampling import TruncatedPoissonSampler, default_max_batch_size, secret_rng
-from dpllm.training.cuts import Bounds, Piece, joint_pieces
-from dpllm.training.microbatches import deal, microbatches
+from dpllm.training.microbatches import Bounds, Piece, deal, joint_pieces, microbatches
 from dpllm.training.rows import TrainingRows
 
 SHORTEST, LONGEST = 16, 512

@@ -56,7 +56,7 @@ from scaling import merge, public_squares, scale
 from dpllm import DPTrainer, PrivacyConfig
 from dpllm.config import ConfigError, ModelConfig
 from dpllm.data.rows import DataError, RowCollator, tokenize_records
-from dpllm.engines.optimizers import innermost
+from dpllm.engines.guard import innermost
 from dpllm.models.load import load_base_model, load_tokenizer, prepare_model
 from dpllm.report.figures import BLUE, GREY, ORANGE
 from dpllm.training.evaluation import measure

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from dpllm.privacy.plan import make_plan as make_plan
     from dpllm.privacy.rounding import format_delta as format_delta
     from dpllm.privacy.rounding import format_epsilon as format_epsilon
-    from dpllm.training.dpo_trainer import DPDPOTrainer as DPDPOTrainer
     from dpllm.training.rows import TrainingRows as TrainingRows
     from dpllm.training.run import PrivateRun as PrivateRun
-    from dpllm.training.sft_trainer import DPSFTTrainer as DPSFTTrainer
     from dpllm.training.trainer import DPTrainer as DPTrainer
+    from dpllm.training.trl_trainers import DPDPOTrainer as DPDPOTrainer
+    from dpllm.training.trl_trainers import DPSFTTrainer as DPSFTTrainer
 
     __version__: str
 
@@ -67,8 +67,8 @@ _HOME = {
     "PrivateRun": "dpllm.training.run",
     "TrainingRows": "dpllm.training.rows",
     "DPTrainer": "dpllm.training.trainer",
-    "DPDPOTrainer": "dpllm.training.dpo_trainer",
-    "DPSFTTrainer": "dpllm.training.sft_trainer",
+    "DPDPOTrainer": "dpllm.training.trl_trainers",
+    "DPSFTTrainer": "dpllm.training.trl_trainers",
 }
 __all__ = [*_HOME, "__version__"]
 

@@ -50,7 +50,7 @@ from dpllm.report.release_notes import keep_utility, notes_in
 from dpllm.training import finetune
 from dpllm.training.arguments import num_private_steps, plan_for, training_arguments
 from dpllm.training.corrected_adamw import asked_second_moment
-from dpllm.training.held_out import HeldOut, HeldOutRows
+from dpllm.training.evaluation import HeldOut, HeldOutRows
 from dpllm.training.preflight import PLAIN as PLAIN_OPTIONS
 from dpllm.training.preflight import check_recipe
 from dpllm.training.workload import UpdateRule

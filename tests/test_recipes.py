@@ -35,10 +35,9 @@ from dpllm.privacy.noise_choice import prediction
 from dpllm.privacy.plan import make_plan
 from dpllm.report.verify import verify
 from dpllm.training import finetune
-from dpllm.training.advice import advice
 from dpllm.training.arguments import num_private_steps, private_arguments, training_arguments
 from dpllm.training.preflight import check_recipe
-from dpllm.training.workload import UpdateRule
+from dpllm.training.workload import UpdateRule, advice
 from tests import children, tiers
 from tests.small_model import SMALL_QUICKSTART
 from tests.tiers import SHARED, needs_shared_data

@@ -15,8 +15,8 @@ from dpllm import GhostClipper, PrivacyConfig, make_plan, per_sequence_loss
 from dpllm.data.units import UnitIndex
 from dpllm.engines import SingleProcess
 from dpllm.mechanism.generators import NoiseSource
-from dpllm.training.microbatch_size import MARGIN, Memory, memory_of, needed_later, rows_that_fit
 from dpllm.training.microbatches import Microbatch, StepBatch, microbatches
+from dpllm.training.out_of_memory import MARGIN, Memory, memory_of, needed_later, rows_that_fit
 from dpllm.training.out_of_memory import free_memory as give_back
 from dpllm.training.step import private_step
 from gpu.record import Figures
@@ -145,11 +145,11 @@ class LiveMemory:
         self.capacity, self._live = capacity, live
 
     def reset_peak(self) -> None:
-        """See `dpllm.training.microbatch_size.Memory`."""
+        """See `dpllm.training.out_of_memory.Memory`."""
         self._live.peak = self._live.current
 
     def peak(self) -> int:
-        """See `dpllm.training.microbatch_size.Memory`."""
+        """See `dpllm.training.out_of_memory.Memory`."""
         return self._live.peak
 
 

@@ -42,7 +42,7 @@ from torch.distributed.tensor import DTensor
 from dpllm.audit.bounds import AuditError
 from dpllm.data.transfer import send
 from dpllm.engines import model_inside
-from dpllm.engines.optimizers import innermost
+from dpllm.engines.guard import innermost
 from dpllm.engines.processes import Processes
 from dpllm.mechanism.averages import Average
 from dpllm.mechanism.sampling import secret_rng

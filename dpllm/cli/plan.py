@@ -93,11 +93,10 @@ def plan_of(recipe: Recipe) -> Planned:
     from dpllm.data.records import reading_remarks, record_words
     from dpllm.data.rows import load_train_and_eval, sources_of, unit_index_of
     from dpllm.privacy.noise_choice import prediction
-    from dpllm.training.advice import advice
     from dpllm.training.arguments import plan_for, training_arguments
     from dpllm.training.corrected_adamw import asked_second_moment
     from dpllm.training.preflight import check_recipe, to_plan
-    from dpllm.training.workload import UpdateRule
+    from dpllm.training.workload import UpdateRule, advice
 
     for line in check_recipe(recipe, to_train=False):
         typer.echo(f"note: {line}", err=True)

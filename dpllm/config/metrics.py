@@ -1,6 +1,6 @@
 """The values of ``data.metrics``, in addition to perplexity or accuracy, and the tasks that each fits.
 
-`dpllm.training.held_out` computes them.
+`dpllm.training.evaluation` computes them.
 """
 
 from __future__ import annotations

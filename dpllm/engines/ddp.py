@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpllm.engines.base import AddTo, SingleProcess, ToTotal, refuse_foreign_gradients
 from dpllm.engines.buckets import Work, aligned, all_gather, buckets, in_turns, overlapped, reduce_scatter
-from dpllm.engines.single import AddTo, SingleProcess, ToTotal, refuse_foreign_gradients
 from dpllm.ghost.kernels import accumulation_dtype
 from dpllm.ghost.sums import Sum
 

@@ -6,11 +6,13 @@ delivers the clipped sums to DeepSpeed's parameter hooks, and ``engine.step`` up
 averages over processes, but the private sum is not a mean, so it is first multiplied by the number of processes.
 
 ZeRO-3 would accept a gradient only for a parameter whose weights are gathered. There this engine reduces the sums
-itself, and sets each process's partition of the gradient (`dpllm.engines.partitions`).
+itself, in buckets, and sets each process's partition of the gradient by DeepSpeed's interface for that
+(``safe_set_local_grad``). A partition is a process's part of the flattened parameter: all parts have the same size, and
+the last ones are padded.
 
 Sums are formed inside the backward pass or bucket by bucket, so that the full gradient need not exist if DeepSpeed
 partitions gradients (ZeRO-2 and -3). While memory allows, whole sums are accumulated over a step's microbatches and
-reduced once (`dpllm.engines.local_sums`); ZeRO-1, which does not partition gradients, always does this.
+reduced once (`dpllm.engines.buckets`); ZeRO-1, which does not partition gradients, always does this.
 
 ZeRO-3 gathers a module's parameters when the module is called. Mixtures of experts need two exceptions:
 
@@ -27,23 +29,71 @@ ZeRO-3 gathers a module's parameters when the module is called. Mixtures of expe
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from dpllm.engines.buckets import Work, in_turns, overlapped, reduce_scatter
-from dpllm.engines.errors import EngineError, no_totals
-from dpllm.engines.guard import Projections, UpdateGuard
-from dpllm.engines.local_sums import LocalSums
-from dpllm.engines.partitions import PartitionedBucket, partitioned_buckets
+from dpllm.engines.base import AddTo, ToTotal
+from dpllm.engines.buckets import LocalSums, Work, aligned, buckets, in_turns, overlapped, reduce_scatter
+from dpllm.engines.guard import EngineError, Projections, UpdateGuard, no_totals
 from dpllm.engines.processes import Processes
-from dpllm.engines.single import AddTo, ToTotal
 from dpllm.ghost.experts import is_wrapper
 from dpllm.ghost.kernels import accumulation_dtype
 from dpllm.ghost.sums import Sum
+
+
+class PartitionedBucket:
+    """The layout of parameters whose sums are reduced together: one row per process.
+
+    Args:
+        parameters: of one dtype, partitioned over all processes.
+        num_parts: the number of processes.
+    """
+
+    def __init__(self, parameters: Sequence[Any], num_parts: int) -> None:
+        """Lay out the bucket."""
+        self.parameters, self._num_parts = parameters, num_parts
+        self._sizes = [int(parameter.ds_tensor.ds_numel) for parameter in parameters]
+        self._starts = [0]
+        for size in self._sizes:
+            self._starts.append(self._starts[-1] + (size if len(parameters) == 1 else aligned(size)))
+
+    def packed(self, totals: Sequence[Tensor]) -> Tensor:
+        """Return whole sums as (number of parts, entries); a single one without a copy, if it has no padding.
+
+        Args:
+            totals: the parameters' sums, contiguous.
+        """
+        first, parts = totals[0], self._num_parts
+        if len(totals) == 1 and first.numel() == self._sizes[0] * parts:
+            return first.view(parts, -1)
+        flat = first.new_zeros(parts, self._starts[-1])
+        for total, start, size in zip(totals, self._starts, self._sizes, strict=False):
+            for row, part in enumerate(total.flatten().split(size)):
+                flat[row, start : start + len(part)] = part
+        return flat
+
+    def unpacked(self, own: Tensor) -> Iterator[tuple[Any, Tensor]]:
+        """Yield each parameter and this process's part of its sum."""
+        for parameter, start, size in zip(self.parameters, self._starts, self._sizes, strict=False):
+            yield parameter, own[start : start + size]
+
+
+def partitioned_buckets(parameters: Iterable[nn.Parameter], num_parts: int) -> list[PartitionedBucket]:
+    """Return the buckets of a model's trained parameters, the same on every process."""
+    groups = buckets(
+        parameters,
+        kind_of=lambda parameter: (parameter.dtype, parameter.device),
+        bytes_of=lambda parameter: parameter.ds_numel * accumulation_dtype(parameter.dtype).itemsize,
+    )
+    return [PartitionedBucket(group, num_parts) for group in groups]
+
+
+# ----------------------------------------------------------------------------------------------------------- the engine
+
 
 # DeepSpeed options that private training sets, with the reason.
 _NEEDED: dict[str, tuple[Any, str]] = {

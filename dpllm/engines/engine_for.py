@@ -7,13 +7,12 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from dpllm.engines.base import Engine
+from dpllm.engines.base import Engine, SingleProcess
 from dpllm.engines.ddp import DataParallel
 from dpllm.engines.deepspeed import DeepSpeedZero
-from dpllm.engines.errors import EngineError
 from dpllm.engines.fsdp2 import FullySharded
+from dpllm.engines.guard import EngineError
 from dpllm.engines.processes import Processes
-from dpllm.engines.single import SingleProcess
 from dpllm.ghost.refusals import is_packed, refuse_tensor_parallel
 
 

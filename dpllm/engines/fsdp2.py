@@ -3,7 +3,7 @@
 FSDP2 (``fully_shard``) gathers and frees the weights around each module by its own hooks. Since the weights are out of
 autograd, it finds no gradient to reduce. This module reduces the clipped sums instead, and writes each process's shard
 as a DTensor. While memory allows, full sums are accumulated over a step's microbatches, and reduced with the last one
-(`dpllm.engines.local_sums`). Otherwise the sums of two buckets exist at a time: one is formed while the other is
+(`dpllm.engines.buckets`). Otherwise the sums of two buckets exist at a time: one is formed while the other is
 reduced.
 """
 
@@ -20,7 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from dpllm.engines.base import AddTo, ToTotal, refuse_foreign_gradients, set_gradient
 from dpllm.engines.buckets import (
+    LocalSums,
     ShardedBucket,
     Work,
     in_turns,
@@ -28,11 +30,8 @@ from dpllm.engines.buckets import (
     reduce_scatter,
     sharded_buckets,
 )
-from dpllm.engines.errors import EngineError
-from dpllm.engines.guard import UpdateGuard
-from dpllm.engines.local_sums import LocalSums
+from dpllm.engines.guard import EngineError, UpdateGuard
 from dpllm.engines.processes import Processes
-from dpllm.engines.single import AddTo, ToTotal, refuse_foreign_gradients, set_gradient
 from dpllm.ghost.sums import Sum
 
 # Words in the names of mesh dimensions, as used by torch, torchtitan and accelerate.

@@ -17,6 +17,7 @@ compares them with `Projections`. The compared values are printed only if a chec
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -25,9 +26,63 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dpllm.engines.optimizers import innermost
 from dpllm.engines.processes import Processes
 from dpllm.ghost.sums import Sum
+
+
+class EngineError(ValueError):
+    """An engine, or an option of one, under which the guarantee would not hold."""
+
+
+def no_totals(engine: str) -> EngineError:
+    """Return the error of an engine that never has a complete sum, for noise that is added to complete sums."""
+    return EngineError(
+        f"privacy.randomness='discrete' adds noise to complete sums, but {engine} never has one: its library sums the "
+        "processes' shares within its own update. Use a single process, DDP or FSDP2 (dpllm train --config fsdp2)"
+    )
+
+
+def innermost(optimizer: Any) -> Any:
+    """Return the optimizer inside all wrappers, which store it in their attribute ``optimizer``.
+
+    A wrapper may be a `torch.optim.Optimizer` itself (accelerate's is) or not (DeepSpeed's are not).
+
+    >>> innermost(None) is None
+    True
+    """
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def refuse_unsteppable(optimizer: Any) -> None:
+    """Check that an optimizer can step from dense gradients without a closure, before a step is charged.
+
+    Args:
+        optimizer: with or without wrappers.
+
+    Raises:
+        EngineError: it needs a closure (LBFGS), or sparse gradients.
+
+    >>> refuse_unsteppable(torch.optim.SGD([torch.zeros(1)], lr=1.0))
+    """
+    inner = innermost(optimizer)
+    step = getattr(type(inner), "step", None)
+    if not inspect.isfunction(step):
+        return  # its first step will show it
+    name, asked = type(inner).__name__, list(inspect.signature(step).parameters.values())[1:]
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    if any(one.default is one.empty and one.kind in kinds for one in asked):
+        raise EngineError(
+            f"step() of {name} needs the argument {asked[0].name}, such as a closure that recomputes the loss, but a "
+            "private step has one noisy gradient per draw. Use an optimizer whose step() needs no argument"
+        )
+    if isinstance(inner, torch.optim.SparseAdam):
+        raise EngineError(f"{name} takes only sparse gradients, but private gradients are dense. Use torch.optim.Adam")
+
+
+# ------------------------------------------------------------------------------------------------------------ the guard
+
 
 # Rounding of sums in float32, over microbatches and processes; gradients in bfloat16 have a wider tolerance.
 _TOLERANCE = 1e-4

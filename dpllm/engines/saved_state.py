@@ -1,8 +1,20 @@
 """The state in a checkpoint, by parameter name, whichever engine wrote it.
 
-`dpllm.training.load_state` divides the state again for the engine of a resumed run. A reader maps the checkpoint's
-files, or reads the requested entries; it changes nothing and needs no other process, so any number of processes may
-read a checkpoint at the same time. No process holds more than one parameter at a time.
+`dpllm.training.continued_trainer` divides the state again for the engine of a resumed run. A reader maps the
+checkpoint's files, or reads the requested entries; it changes nothing and needs no other process, so any number of
+processes may read a checkpoint at the same time. No process holds more than one parameter at a time.
+
+How a run on one engine continues a checkpoint of another engine is a table of all pairs. An engine is named by the
+accelerate config that selects it (``dpllm train --config zero3``). `ways` makes the whole decision: either the code
+that saved a checkpoint loads it, or its state is read parameter by parameter and divided again.
+`dpllm.training.resume.checkpoint_to_resume` decides before anything is charged and before the model is sharded.
+
+ZeRO divides float32 weights and optimizer state over the processes, so its files depend on their number and on the
+stage. `ZeroState` maps the files of all ranks into memory and assembles a parameter from its parts on request.
+DeepSpeed documents the layout in its own converter (deepspeed/checkpoint/ds_to_universal.py). That program supports
+only two moments, needs twice the checkpoint's size on disk, and loading its output loses options of parameter groups,
+step counts and frozen parameters. Here every part is counted: an unknown layout is an error, never a parameter that
+silently lacks entries.
 """
 
 from __future__ import annotations
@@ -10,6 +22,9 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,21 +34,291 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from dpllm.engines.engine_pairs import (
-    DDP,
-    FSDP2,
-    FSDP2_MODEL,
-    FSDP2_OPTIMIZER,
-    FSDP2_WHOLE_MODEL,
-    FSDP2_WHOLE_OPTIMIZER,
-    OPTIMIZER_FILE,
-    SINGLE,
-    is_start,
-    setup_of,
-)
-from dpllm.engines.errors import EngineError
-from dpllm.engines.zero_checkpoint import ZeroState, is_zero_checkpoint
-from dpllm.privacy.checkpoints import CheckpointError
+from dpllm.engines.guard import EngineError
+from dpllm.privacy.checkpoints import CheckpointError, made_by
+from dpllm.privacy.run_folder import steps_of_weights
+
+_TAG_FILE = "latest"  # DeepSpeed's names
+_OPTIMIZER_SHARDS = "*zero_pp_rank_*_mp_rank_00_optim_states.pt"
+_MODEL_SHARDS = "zero_pp_rank_*_mp_rank_00_model_states.pt"  # only ZeRO-3
+_MODEL = "mp_rank_00_model_states.pt"  # ZeRO-1 and -2
+_WEIGHT = "weight"  # the key of the weights, next to those of the optimizer's states
+Part = tuple[Mapping[str, Any], int, int]  # the states of a flat group on a rank, first entry, number of entries
+
+
+def is_zero_checkpoint(checkpoint: str | Path) -> bool:
+    """Return whether a checkpoint holds DeepSpeed's optimizer shards."""
+    return any(_folder(Path(checkpoint)).glob(_OPTIMIZER_SHARDS))
+
+
+def divides_parameters(checkpoint: str | Path) -> bool:
+    """Return whether the compute weights are sharded too, which only ZeRO-3 does."""
+    return any(_folder(Path(checkpoint)).glob(_MODEL_SHARDS))
+
+
+def _folder(checkpoint: Path) -> Path:
+    tag = checkpoint / _TAG_FILE
+    return checkpoint / tag.read_text(encoding="utf-8").strip() if tag.is_file() else checkpoint
+
+
+class ZeroState:
+    """The state in a DeepSpeed checkpoint, as `dpllm.engines.saved_state.SavedState` describes it.
+
+    Args:
+        checkpoint: a complete checkpoint, verified by `dpllm.privacy.checkpoints`.
+
+    Raises:
+        EngineError: the files do not have the layout of ZeRO-1, -2 or -3.
+    """
+
+    def __init__(self, checkpoint: str | Path) -> None:
+        """Map the files and find the parts of every parameter."""
+        self._checkpoint, self._shards = Path(checkpoint), _folder(Path(checkpoint))
+        self._is_stage_3 = divides_parameters(checkpoint)
+        self._parts: dict[str, list[Part]] = {}
+        self.groups: Sequence[tuple[Sequence[str], Mapping[str, Any]]] = []
+        try:
+            optimizers = [_read(path)["optimizer_state_dict"] for path in _by_rank(self._shards, _OPTIMIZER_SHARDS)]
+            (self._find_divided if self._is_stage_3 else self._find)(optimizers)
+        except (KeyError, IndexError, TypeError, AttributeError, RuntimeError, EOFError, OSError, ImportError) as error:
+            raise self._unknown(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
+
+    def _unknown(self, why: str) -> EngineError:
+        return EngineError(
+            f"The DeepSpeed files in {self._shards} cannot be read parameter by parameter ({why}). Resume with the "
+            "accelerate config, the number of processes and the DeepSpeed version that wrote them, or from another "
+            "checkpoint"
+        )
+
+    def _find(self, optimizers: list[dict[str, Any]]) -> None:
+        """Find the parts under ZeRO-1 and -2: one flat group for each group of parameters."""
+        base = optimizers[0]["base_optimizer_state"]
+        for number, group in enumerate(base["param_groups"]):
+            names: dict[str, None] = {}
+            for optimizer in optimizers:
+                (index,) = optimizer["base_optimizer_state"]["param_groups"][number]["params"]
+                weights = optimizer["single_partition_of_fp32_groups"][number]
+                states = {_WEIGHT: weights, **optimizer["base_optimizer_state"]["state"].get(index, {})}
+                for name, address in optimizer["param_slice_mappings"][number].items():
+                    names[name] = None
+                    self._parts.setdefault(name, []).append((states, address.start, address.numel))
+            self.groups = [*self.groups, (list(names), _options(group))]
+        shapes = [shape for group in self._model["param_shapes"] for shape in group.items()]
+        self._shapes = {name: tuple(shape) for name, shape in shapes}
+
+    def _find_divided(self, optimizers: list[dict[str, Any]]) -> None:
+        """Find the parts under ZeRO-3: each rank has an equal part of each parameter, the last ones padded."""
+        if any(optimizer.get("ds_zero_partition_groups") for optimizer in optimizers):
+            raise self._unknown("parameters are sharded over only some of the processes")
+        shapes, size = self._model["param_shapes"], len(optimizers)
+        self._shapes = {name: tuple(shape) for group in shapes for name, shape in group.items()}
+        for rank, optimizer in enumerate(optimizers):
+            for index, group in enumerate(shapes):
+                states = {_WEIGHT: optimizer["fp32_flat_groups"][index]}
+                states |= optimizer["optimizer_state_dict"]["state"].get(index, {})
+                start = 0
+                for name, shape in group.items():
+                    count, whole = -(-shape.numel() // size), shape.numel()
+                    held = max(0, min(count, whole - rank * count))
+                    self._parts.setdefault(name, []).append((states, start, held))
+                    start += count
+        for group in optimizers[0]["optimizer_state_dict"]["param_groups"]:
+            names = [name for index in group["params"] for name in shapes[index]]
+            self.groups = [*self.groups, (names, _options(group))]
+
+    @cached_property
+    def _model(self) -> dict[str, Any]:
+        """The states of the model on rank 0."""
+        if self._is_stage_3:
+            return _read(_by_rank(self._shards, _MODEL_SHARDS)[0])
+        return _read(self._shards / _MODEL)
+
+    @cached_property
+    def _frozen(self) -> dict[str, list[Tensor]]:
+        """The parts of the untrained parameters, under ZeRO-3."""
+        shards = [_read(path) for path in _by_rank(self._shards, _MODEL_SHARDS)]
+        return {
+            name: [shard["frozen_param_fragments"][name] for shard in shards]
+            for name in shards[0].get("frozen_param_fragments") or {}
+        }
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """Return the dtype of a parameter's weights; None: they are not in the checkpoint."""
+        value = self._parts[name][0][0][_WEIGHT] if name in self._parts else self._untrained(name)
+        return None if value is None else value.dtype
+
+    def weight(self, name: str) -> Tensor | None:
+        """Return a parameter's weights, in float32 if it is trained, or a buffer; None: it is not there."""
+        return self._whole(name, _WEIGHT) if name in self._parts else self._untrained(name)
+
+    def state(self, name: str) -> dict[str, Any]:
+        """Return the optimizer's state of a trained parameter, without padding."""
+        keys = [key for key in self._parts[name][0][0] if key != _WEIGHT]
+        return {key: self._whole(name, key) for key in keys}
+
+    def _untrained(self, name: str) -> Tensor | None:
+        if self._is_stage_3 and name in self._frozen:
+            whole = torch.cat([part.flatten() for part in self._frozen[name]])
+            shape = (self._model.get("frozen_param_shapes") or {}).get(name)
+            return None if shape is None else whole[: shape.numel()].view(shape)  # the last part is padded
+        value: Tensor | None = self._model["module"].get(name)
+        return None if value is None or value.numel() == 0 else value
+
+    def _whole(self, name: str, key: str) -> Any:
+        parts = self._parts[name]
+        first = parts[0][0][key]
+        if not torch.is_tensor(first) or first.dim() == 0:
+            return first
+        try:
+            whole = torch.cat([states[key][start : start + count] for states, start, count in parts])
+            return whole.view(self._shapes[name])
+        except (KeyError, RuntimeError) as error:
+            raise self._unknown(f"{key} of {name} is incomplete: {error}") from error
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _by_rank(folder: Path, pattern: str) -> list[Path]:
+    def ranks() -> Iterator[tuple[int, Path]]:
+        for path in folder.glob(pattern):
+            yield int(path.name.partition("zero_pp_rank_")[2].partition("_")[0]), path
+
+    return [path for _, path in sorted(ranks())]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Load a file that DeepSpeed wrote; tensors are mapped, not read."""
+    content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
+    return content
+
+
+# ------------------------------------------------------------------------------------------------- the pairs of engines
+
+
+SINGLE, DDP, FSDP2, ZERO1, ZERO2, ZERO3 = CONFIGS = ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3")
+"""The engines."""
+OPTIMIZER_FILE, SCHEDULER_FILE = "optimizer.pt", "scheduler.pt"  # the Trainer's names
+FSDP2_OPTIMIZER, FSDP2_MODEL = "optimizer_0", "pytorch_model_fsdp_0"  # accelerate's folders
+FSDP2_WHOLE_OPTIMIZER, FSDP2_WHOLE_MODEL = "optimizer.bin", "pytorch_model_fsdp.bin"  # under FULL_STATE_DICT
+_CLASSES = {"SingleProcess": SINGLE, "DataParallel": DDP, "FullySharded": FSDP2}  # in manifests without a config
+
+
+class Way(Enum):
+    """How a checkpoint is continued."""
+
+    LOAD = "load"
+    """By the code of the engine that saved it."""
+    CONVERT = "convert"
+    """Parameter by parameter, by name, with optimizer and schedule."""
+    WEIGHTS = "weights"
+    """Only weights: the checkpoint is the start of a run, or ``save_only_model`` is set, so no other state exists."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """An engine and its number of processes.
+
+    Attributes:
+        config: one of `CONFIGS`.
+        processes: the number of processes.
+    """
+
+    config: str
+    processes: int
+
+    def __str__(self) -> str:
+        """Return the text for a message."""
+        return f"{self.config} on {self.processes} process{'es' if self.processes > 1 else ''}"
+
+
+def ways(saved: str, now: str, same_number: bool) -> Way:
+    """Return how a run on engine ``now`` continues a checkpoint of engine ``saved``.
+
+    >>> ways("single", "ddp", False), ways("zero2", "zero2", True), ways("zero2", "zero2", False)
+    (<Way.LOAD: 'load'>, <Way.LOAD: 'load'>, <Way.CONVERT: 'convert'>)
+    >>> ways("fsdp2", "fsdp2", False), ways("fsdp2", "zero3", True)
+    (<Way.LOAD: 'load'>, <Way.CONVERT: 'convert'>)
+
+    Args:
+        saved: one of `CONFIGS`.
+        now: one of `CONFIGS`.
+        same_number: whether the number of processes is the same.
+    """
+    if {saved, now} <= {SINGLE, DDP} or saved == now == FSDP2:
+        return Way.LOAD
+    return Way.LOAD if saved == now and same_number else Way.CONVERT
+
+
+def setup_of(checkpoint: str | Path) -> Setup:
+    """Return the engine that made a checkpoint; if the manifest has no config, from the files.
+
+    Raises:
+        CheckpointError: the manifest cannot be read, or names an engine that this version does not have.
+    """
+    made, checkpoint = made_by(checkpoint), Path(checkpoint)
+    config = made.get("config") or _CLASSES.get(made.get("engine", "")) or _by_files(checkpoint)
+    if config not in CONFIGS:
+        raise CheckpointError(
+            f"{checkpoint} was made by an engine {config!r}, which this version does not have. Resume with the dpllm "
+            "version that made it"
+        )
+    return Setup(config, made.get("processes", 1))
+
+
+def _by_files(checkpoint: Path) -> str:
+    if is_zero_checkpoint(checkpoint):
+        return ZERO3 if divides_parameters(checkpoint) else ZERO2
+    sharded = (checkpoint / FSDP2_MODEL).is_dir() or (checkpoint / FSDP2_WHOLE_MODEL).is_file()
+    return FSDP2 if sharded else SINGLE
+
+
+def way_to_load(checkpoint: str | Path, now: Setup, weights_only: bool = False) -> Way:
+    """Decide how a checkpoint is continued, from its manifest and the names of its files.
+
+    Args:
+        checkpoint: a complete checkpoint.
+        now: engine and processes of this run.
+        weights_only: whether this run saves and continues only weights (``save_only_model``).
+
+    Raises:
+        CheckpointError: the checkpoint lacks an optimizer or a schedule that this run would continue.
+    """
+    checkpoint, saved = Path(checkpoint), setup_of(checkpoint)
+    if is_start(checkpoint):
+        return Way.WEIGHTS
+    lacks = _lacks(checkpoint, saved.config)
+    if not lacks:
+        return ways(saved.config, now.config, saved.processes == now.processes)
+    if weights_only:
+        return Way.WEIGHTS
+    raise CheckpointError(
+        f"{checkpoint} ({saved}) holds no {' and no '.join(lacks)}, so a resume would silently start these from "
+        "scratch. Resume from another checkpoint, or, if it was saved with train.save_only_model=true, set that key "
+        "to start them from scratch"
+    )
+
+
+def is_start(checkpoint: str | Path) -> bool:
+    """Return whether a checkpoint holds the weights before the first step, which have no other state."""
+    return steps_of_weights(checkpoint) == 0
+
+
+def _lacks(checkpoint: Path, config: str) -> list[str]:
+    """Return descriptions of the states that a checkpoint lacks."""
+    optimizers = {
+        SINGLE: [checkpoint / OPTIMIZER_FILE],
+        DDP: [checkpoint / OPTIMIZER_FILE],
+        FSDP2: [checkpoint / FSDP2_OPTIMIZER, checkpoint / FSDP2_WHOLE_OPTIMIZER],
+    }
+    found = [path.exists() for path in optimizers.get(config, [])] or [is_zero_checkpoint(checkpoint)]
+    lacking = [] if any(found) else ["optimizer state"]
+    return lacking if (checkpoint / SCHEDULER_FILE).is_file() else [*lacking, "learning-rate schedule"]
+
+
+# ---------------------------------------------------------------------------------------------------------- the readers
+
 
 NAMES_FILE = "optimizer_names.json"
 """A file in a checkpoint: the names of the parameters in the optimizer's groups, which PyTorch only numbers."""
@@ -75,7 +360,9 @@ def saved_state(checkpoint: str | Path, adapters: Sequence[str] = ()) -> SavedSt
         EngineError: DeepSpeed's files have an unknown layout.
     """
     checkpoint, config = Path(checkpoint), setup_of(checkpoint).config
-    weights_only = is_start(checkpoint) or not _has_optimizer(checkpoint)
+    optimizers = (OPTIMIZER_FILE, FSDP2_OPTIMIZER, FSDP2_WHOLE_OPTIMIZER)
+    has_optimizer = any((checkpoint / name).exists() for name in optimizers) or is_zero_checkpoint(checkpoint)
+    weights_only = is_start(checkpoint) or not has_optimizer
     if weights_only and _weight_files(checkpoint, adapters):
         return ReplicatedState(checkpoint, adapters, weights_only=True)
     if config in (SINGLE, DDP):
@@ -91,11 +378,6 @@ def _weight_files(checkpoint: Path, adapters: Sequence[str]) -> list[tuple[str, 
     for adapter in adapters:
         found += [(f"{adapter}/", path) for path in sorted((checkpoint / adapter).glob("*.safetensors"))]
     return found
-
-
-def _has_optimizer(checkpoint: Path) -> bool:
-    names = (OPTIMIZER_FILE, FSDP2_OPTIMIZER, FSDP2_WHOLE_OPTIMIZER)
-    return any((checkpoint / name).exists() for name in names) or is_zero_checkpoint(checkpoint)
 
 
 def plain_name(name: str) -> str:

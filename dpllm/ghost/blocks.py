@@ -23,9 +23,8 @@ from torch._dynamo.eval_frame import OptimizeContext, OptimizedModule, innermost
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import counters
 
-from dpllm.ghost.attach import Ladder, has_own_forward
+from dpllm.ghost.attach import Ladder, has_own_forward, without_cache
 from dpllm.ghost.model_calls import rebuilt
-from dpllm.ghost.row_split import without_cache
 from dpllm.ghost.taps import (
     PLAIN,
     Call,

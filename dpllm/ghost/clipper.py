@@ -10,7 +10,8 @@ Shape suffixes: B rows, G groups of parameters, P parameters, U units.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,12 +19,10 @@ from torch import Tensor, nn
 
 from dpllm.ghost import kernels
 from dpllm.ghost.blocks import CompiledBlocks
-from dpllm.ghost.errors import GhostError, NoRuleError
 from dpllm.ghost.norm_method import Flows, NormMethod
-from dpllm.ghost.norms import NormTally
 from dpllm.ghost.parameters import Passes
-from dpllm.ghost.receivers import AddUp, AddUpGroups, HeldUnit, Measure, Pass, Receiver
-from dpllm.ghost.refusals import refuse_for_one_pass
+from dpllm.ghost.receivers import AddUp, AddUpGroups, HeldUnit, Measure, NormTally, Pass, Receiver
+from dpllm.ghost.refusals import GhostError, NoRuleError, refuse_for_one_pass
 from dpllm.ghost.sums import Finish, GroupFactors, Sum, clip_factors
 from dpllm.ghost.tapped_model import TappedModel
 from dpllm.ghost.taps import Call, Target
@@ -232,7 +231,8 @@ class GhostClipper(UnitClipper):
             )
         elif not self._held and self._passes(loss_B) == 2:
             receiver = Measure(one, self._tapped.ladder.used_once, self._tally(one, max_waiting=1))
-        self._differentiate(one, loss_B, receiver, retain_graph=isinstance(receiver, Measure))
+        with self._passes_to(receiver, one, loss_B) as weight_B:
+            torch.autograd.backward(loss_B, weight_B, retain_graph=isinstance(receiver, Measure))
         if self._held:
             one = self._pass = self._held.complete(one, loss_B.device)
         seen = set() if isinstance(receiver, Pass) else receiver.seen
@@ -285,25 +285,36 @@ class GhostClipper(UnitClipper):
             num_norms or self._num_norms,
         )
 
-    def _differentiate(self, one: Pass, loss_B: Tensor, receiver: Receiver, retain_graph: bool = False) -> None:
-        """Send these rows' contributions to the receiver; the first time, check that rows are independent."""
+    @contextlib.contextmanager
+    def _passes_to(self, receiver: Receiver, one: Pass, loss_B: Tensor) -> Iterator[Tensor]:
+        """Send the contributions of a backward pass to the receiver; the first time, check that rows are independent.
+
+        The context is that of the backward pass, and gets the weights (B,) of the losses. A function around the pass
+        would be one more frame of each tap's stack.
+        """
         weight_B = (one.rows.unit_B >= 0).to(loss_B.dtype)
         try:
             if len(one.rows.real) > 1 and not (self._checked.packed if self._is_packed else self._checked.rows):
                 self.refuse_coupled(loss_B, weight_B > 0)
                 self._checked.note(self._is_packed)
-            self._run_backward(loss_B, weight_B, receiver, retain_graph)
+            with self._receiving(receiver, len(loss_B)):
+                yield weight_B
         finally:
             self._tapped.stop()
 
-    def _run_backward(self, loss_B: Tensor, weight_B: Tensor, receiver: Receiver, retain_graph: bool = False) -> None:
+    @contextlib.contextmanager
+    def _receiving(self, receiver: Receiver, num_rows: int) -> Iterator[None]:
         # Read once for a backward pass, in which no module changes the settings of products.
-        self._receiver, self._num_rows, self._is_exact = receiver, len(loss_B), kernels.is_exact()
+        self._receiver, self._num_rows, self._is_exact = receiver, num_rows, kernels.is_exact()
         try:
             with self._tapped.backward():
-                torch.autograd.backward(loss_B, weight_B, retain_graph=retain_graph)
+                yield
         finally:
             self._receiver = None
+
+    def _run_backward(self, loss_B: Tensor, weight_B: Tensor, receiver: Receiver, retain_graph: bool = False) -> None:
+        with self._receiving(receiver, len(loss_B)):
+            torch.autograd.backward(loss_B, weight_B, retain_graph=retain_graph)
 
     def _weigh(self, factor_GU: Tensor) -> None:
         """Fix the factors (G, U) of the clipped sum; with two passes, run the second.
@@ -321,7 +332,8 @@ class GhostClipper(UnitClipper):
             one.rows, self.norm_method, weights=one.weights, groups=self._norm_of, finish=one.finish
         )
         add_up = AddUp(one, self._tapped.ladder.used_once, self._tally(one, max_waiting=1))
-        self._differentiate(one, loss_B, add_up)
+        with self._passes_to(add_up, one, loss_B) as weight_B:
+            torch.autograd.backward(loss_B, weight_B)
         with kernels.exact_matmul(), torch.no_grad():
             sq_norm_GU, _ = one.add_norms(add_up.tally)
         longer = ((sq_norm_GU > upper_GU) & (factor_GU > 0)).any()
@@ -357,7 +369,8 @@ class GhostClipper(UnitClipper):
         """See `UnitClipper.hold`."""
         units_of(losses, None)
         one = self._begin(losses, torch.zeros(len(losses), dtype=torch.int64), 1)
-        self._differentiate(one, losses, one)
+        with self._passes_to(one, one, losses) as weight_B:
+            torch.autograd.backward(losses, weight_B)
         self._held.add(one)
 
     def forget(self) -> None:

@@ -36,8 +36,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpllm.ghost import kernels
-from dpllm.ghost.errors import GhostError, NoRuleError
 from dpllm.ghost.norm_method import NormMethod
+from dpllm.ghost.refusals import GhostError, NoRuleError
 from dpllm.ghost.sums import Sum, Weights
 from dpllm.ghost.taps import Call, Hand, Host, Target, as_tokens, tap_output
 from dpllm.ghost.unit_gradients import Lookup, Rows

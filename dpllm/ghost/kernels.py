@@ -48,7 +48,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def widen(x: Tensor) -> Tensor:
     """Return the tensor in its accumulation dtype."""
-    return x.to(accumulation_dtype(x.dtype))
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def entries(x_B: Tensor) -> Tensor:
@@ -385,9 +385,9 @@ def short_lookup_norms(index_BT: Tensor, right_BTR: Tensor) -> Tensor:
     return torch.stack([gram_BTT.masked_fill_(~same_BTT, 0).sum((1, 2)), root_B], 1)
 
 
-def sum_tokens(grad: Tensor, keep: int = 1) -> Tensor:
-    """Sum (B, ..., D) over all but the first and the last ``keep`` dimensions, in the accumulation dtype."""
-    middle = tuple(range(1, grad.ndim - keep))
+def sum_tokens(grad: Tensor) -> Tensor:
+    """Sum (B, ..., D) over all but the first and the last dimension, in the accumulation dtype."""
+    middle = tuple(range(1, grad.ndim - 1))
     dtype = accumulation_dtype(grad.dtype)
     return grad.sum(middle, dtype=dtype) if middle else grad.to(dtype)
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from dpllm.data.labels import BOUNDARIES
 from dpllm.data.transfer import host_values
-from dpllm.ghost.errors import GhostError, NoRuleError
+from dpllm.ghost.refusals import GhostError, NoRuleError
 
 _ROW_ARGUMENTS = ("input_ids", "inputs_embeds", "decoder_input_ids", "attention_mask", "pixel_values", "input_features")
 _PLACEHOLDER = re.compile(r"(image|video|audio|speech)_token_(id|index)$")
@@ -145,8 +145,10 @@ class ModelCalls:
         """
         refuse_shared_media(kwargs, self._placeholders)
         packed = PackedRows(kwargs)
-        self.rows, self.tokens, self.packed = rows_of_call(args, kwargs), tokens_of_call(args, kwargs), packed
-        self.lengths = frozenset(t.shape[1] for t in flatten_tensors((args, kwargs)) if t.ndim > 1)
+        tensors = list(flatten_tensors((args, kwargs)))
+        lengths = [tensor.shape[1] for tensor in tensors if tensor.ndim > 1]
+        self.rows, self.tokens, self.packed = rows_of_call(args, kwargs), lengths[0] if lengths else 1, packed
+        self.lengths = frozenset(lengths)
         refuse_long_rows(max(packed.lengths, default=self.tokens), self._most_tokens)
         first, self._spent = self._spent, False
         if first:

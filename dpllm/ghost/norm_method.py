@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from dpllm.ghost import kernels, triton_launch
-from dpllm.ghost.errors import GhostError
+from dpllm.ghost.refusals import GhostError
 from dpllm.ghost.sums import Sum, Weights
 
 _NARROW = 128  # the widths for sums: a matrix of this size in both dimensions

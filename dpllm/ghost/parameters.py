@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dpllm.ghost import kernels
-from dpllm.ghost.errors import GhostError, UnreachedError
-from dpllm.ghost.refusals import is_packed, refuse_tensor_parallel
+from dpllm.ghost.refusals import GhostError, UnreachedError, is_packed, refuse_tensor_parallel
 
 _SHARE = 0.8  # of the free memory that may be filled: the backward pass needs some of it too
 

@@ -85,10 +85,18 @@ class _LoraTap(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, base: Tensor, x: Tensor, a: Tensor, b: Tensor, anchor: Tensor, hand: Hand, scaling: float
+        ctx: Any,
+        base: Tensor,
+        x: Tensor,
+        a: Tensor,
+        b: Tensor,
+        anchor: Tensor,
+        hand: Hand,
+        low_site: LinearSite,
+        scaling: float,
     ) -> Tensor:
         low = LINEAR(x, a)
-        ctx.hand, ctx.scaling = hand, scaling
+        ctx.hand, ctx.low_site, ctx.scaling = hand, low_site, scaling
         ctx.save_for_backward(x, low, a, b)
         return (base + LINEAR(low, b) * scaling).to(base.dtype)
 
@@ -98,8 +106,9 @@ class _LoraTap(torch.autograd.Function):
         grad_high = grad.to(low.dtype) * ctx.scaling
         grad_low = grad_high @ b
         grad_x = grad_low @ a if ctx.needs_input_grad[1] else None
-        ctx.hand.receive(ctx.hand, grad_high, low, grad_low, x)
-        return grad if ctx.needs_input_grad[0] else None, grad_x, None, None, None, None, None
+        ctx.hand.receive(ctx.hand, grad_high, low)
+        ctx.low_site.receive(ctx.hand, grad_low, x)
+        return grad if ctx.needs_input_grad[0] else None, grad_x, None, None, None, None, None, None
 
 
 _lora_tap = apply_of(_LoraTap)
@@ -167,11 +176,7 @@ def _lora(self: Any, call: Call, pair: _Pair, x: Tensor) -> Tensor:
     if x.shape[0] != call.rows:
         call.note(x.shape, site_a.weight, site_b.weight)
 
-    def receive(hand: Hand, grad_high: Tensor, low: Tensor, grad_low: Tensor, x: Tensor) -> None:
-        site_b.receive(hand, grad_high, low)
-        site_a.receive(hand, grad_low, x)
-
-    y: Tensor = _lora_tap(base, x, a, b, call.anchor, Hand(call, receive), pair.scaling)
+    y: Tensor = _lora_tap(base, x, a, b, call.anchor, Hand(call, site_b.receive), site_a, pair.scaling)
     return call.poison(y)
 
 

@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from dpllm.ghost.errors import GhostError
 from dpllm.ghost.kernels import accumulation_dtype, least_square
+from dpllm.ghost.refusals import GhostError
 from dpllm.mechanism.catalogue import CLIPPINGS
 from dpllm.mechanism.parts import Clipping, SeparateGroups, SizedGroups
 

@@ -17,10 +17,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from dpllm.ghost.attach import Ladder, another_clipper
 from dpllm.ghost.blocks import Blocks
-from dpllm.ghost.errors import GhostError, MissedUseError, NoRuleError
 from dpllm.ghost.model_calls import ModelCalls, rows_of_call, tokens_of_call
 from dpllm.ghost.parameters import TrainedParameters, state_of_gradient
-from dpllm.ghost.refusals import refuse_compiled
+from dpllm.ghost.refusals import GhostError, MissedUseError, NoRuleError, refuse_compiled
 from dpllm.ghost.taps import Call, NoTapError, Target
 from dpllm.ghost.weights_check import Inputs, WeightsCheck
 

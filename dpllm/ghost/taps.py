@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dpllm.ghost import kernels
-from dpllm.ghost.errors import NoRuleError
 from dpllm.ghost.model_calls import PackedRows
+from dpllm.ghost.refusals import NoRuleError
 from dpllm.ghost.unit_gradients import Lookup, Outer, RowGradients, Use
 
 LINEAR: Any = torch._C._nn.linear
@@ -124,7 +124,7 @@ class Call:
         tokens: the token counts of the call's inputs.
         settles: whether the taps are being compared with the model.
         anchor: a scalar that requires a gradient and gets none.
-        place: collects uses, each with its row, while one row runs alone (`dpllm.ghost.row_split`); None: the host
+        place: collects uses, each with its row, while one row runs alone (`dpllm.ghost.attach`); None: the host
             does.
         row: the index of that row.
         poisoned_B: packed rows whose outputs become NaN, for a check; None: none.

@@ -39,8 +39,8 @@ import torch
 from torch import Tensor
 
 from dpllm.ghost import triton_programs as programs
-from dpllm.ghost.errors import is_shortage
 from dpllm.ghost.kernels import least_square
+from dpllm.ghost.refusals import is_shortage
 from dpllm.ghost.triton_programs import Tile, tile_of
 
 triton, tl = programs.triton, programs.tl

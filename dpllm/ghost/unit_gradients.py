@@ -12,7 +12,7 @@ once as a matrix product. A layer's rule describes a use as one of
 
 A use is kept as its factors, or as an `Instance`, the gradient of each *unit*, if that takes no more memory (LoRA
 factors, narrow layers, units with many rows), or little more on a CPU (`NormMethod.holds_instance`). `add_weighted_`
-forms the clipped sum; `dpllm.ghost.norms` computes norms.
+forms the clipped sum; `dpllm.ghost.receivers` computes norms.
 
 Shape suffixes: B rows, U units, T tokens, L and R the two dimensions of a weight, G units with equally many rows, N
 rows of each of them.
@@ -46,6 +46,7 @@ Use: TypeAlias = "RowGradients | Outer | Lookup | HeadUse | Routed"
 Contribution: TypeAlias = "Instance | Outer | Lookup | HeadUse | Routed"
 """One or more uses of a parameter, in the form that is kept until the clipped sum."""
 
+_FLOAT32 = 4  # bytes; gradients are summed in float32 at least
 _LAYOUTS = 256  # of microbatches that are remembered
 # Small gradients are copied into one tensor: that costs less than the launches it saves, which cost more on a GPU.
 _SMALL_ON_CPU, _SMALL = 1 << 14, 1 << 20  # entries of a parameter
@@ -290,7 +291,7 @@ class Outer:
     def instance_bytes(self, rows: Rows) -> int:
         """Return the bytes that the units' gradients would take."""
         entries = rows.num_units * self.left_BTL.shape[2] * self.right_BTR.shape[2]
-        return entries * kernels.accumulation_dtype(self.left_BTL.dtype).itemsize
+        return entries * max(_FLOAT32, self.left_BTL.element_size())
 
     def instance(self, rows: Rows) -> Tensor:
         """Return the units' gradients (U, L, R)."""
@@ -327,7 +328,7 @@ class Lookup:
     def instance_bytes(self, rows: Rows) -> int:
         """Return the bytes that the units' gradients would take."""
         entries = rows.num_units * self.num_entries * self.right_BTR.shape[2]
-        return entries * kernels.accumulation_dtype(self.right_BTR.dtype).itemsize
+        return entries * max(_FLOAT32, self.right_BTR.element_size())
 
     def instance(self, rows: Rows) -> Tensor:
         """Return the units' gradients (U, V, R)."""

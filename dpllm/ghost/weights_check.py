@@ -27,9 +27,9 @@ from torch import Tensor, nn
 
 from dpllm.data.labels import BOUNDARIES
 from dpllm.ghost import kernels
-from dpllm.ghost.errors import CoupledError, GhostError, MissedUseError, NoRuleError, is_shortage
 from dpllm.ghost.model_calls import PackedRows, flatten_tensors, rebuilt
 from dpllm.ghost.parameters import nodes_of
+from dpllm.ghost.refusals import CoupledError, GhostError, MissedUseError, NoRuleError, is_shortage
 from dpllm.ghost.taps import NoTapError, Target
 from dpllm.ghost.unit_gradients import Use
 

@@ -22,7 +22,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArgumen
 
 from dpllm.config import RECIPE_FILE, ConfigError
 from dpllm.config.recipe import PRETRAINED_FOLDER
-from dpllm.engines.optimizers import innermost
+from dpllm.engines.guard import innermost
 from dpllm.models.quantization import calibration_points
 from dpllm.models.run_weights import earlier_run, runs_below, runs_that_trained
 from dpllm.models.start_files import folder_of, trace_of_training

@@ -1,6 +1,6 @@
 """Continue prompts with a model, in batches.
 
-The metrics of held-out text (`dpllm.training.held_out`) and audits use it.
+The metrics of held-out text (`dpllm.training.evaluation`) and audits use it.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class Run(Update):
     head: str = "auto"
     """``model.head``; "whole" if the loss is not that of a causal language model."""
     adds_up: bool = False
-    """Whether memory is left for whole sums between the microbatches of a step (`dpllm.engines.local_sums`)."""
+    """Whether memory is left for whole sums between the microbatches of a step (`dpllm.engines.buckets`)."""
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -337,7 +337,7 @@ def footprint(shape: ModelShape, run: Run) -> Footprint:
 
 
 def in_chunks(shape: ModelShape, run: Run) -> bool:
-    """Return whether logits exist one chunk at a time, by the rule of `dpllm.training.head_losses`."""
+    """Return whether logits exist one chunk at a time, by the rule of `dpllm.training.row_losses`."""
     head = shape.head
     if run.head == "whole" or not head.entries:
         return False
@@ -369,7 +369,7 @@ def _share(size: int, group: int) -> int:
 
 
 def _keeps_whole_sums(shape: ModelShape, run: Run, weights: int) -> bool:
-    """Return whether a GPU keeps whole sums between microbatches, by the rules of `dpllm.engines.local_sums`.
+    """Return whether a GPU keeps whole sums between microbatches, by the rules of `dpllm.engines.buckets`.
 
     Args:
         shape: shape of the model.

@@ -24,7 +24,7 @@ from dpllm.data.rows import RowCollator, num_labels_of, tokenize_records
 from dpllm.data.shared_records import shared_records
 from dpllm.data.tokenization import RECORD
 from dpllm.models.load import load_base_model, load_tokenizer, prepare_model
-from dpllm.training.public_stage import start_in, train_on_public_text
+from dpllm.training.finetune import start_in, train_on_public_text
 from dpllm.training.weight_size import WeightSize, size_of_parameters
 
 QUIET = {

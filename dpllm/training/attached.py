@@ -17,10 +17,9 @@ from torch import nn
 from dpllm.config import ConfigError
 from dpllm.engines import DeepSpeedZero, engine_for, model_inside
 from dpllm.engines.base import Engine
-from dpllm.engines.errors import no_totals
-from dpllm.engines.optimizers import refuse_unsteppable
+from dpllm.engines.checksums import check_model
+from dpllm.engines.guard import no_totals, refuse_unsteppable
 from dpllm.engines.processes import Processes
-from dpllm.engines.replicas import check_model
 from dpllm.ghost import NormMethod, UnitClipper
 from dpllm.ghost.tapped_model import refuse_clipped
 from dpllm.models.quantization import BASE_STORED_AS, make_ready, stored_as
@@ -28,17 +27,16 @@ from dpllm.models.run_weights import RunWeights
 from dpllm.models.starting_point import check_start
 from dpllm.models.tasks import trained_words
 from dpllm.privacy.plan import PrivacyPlan
-from dpllm.privacy.run_folder import RunName, run_in
+from dpllm.privacy.run_folder import run_in
 from dpllm.report.definition import RELEASED_WEIGHTS, TRAINED_MODEL
 from dpllm.training.averaging import Averaging
 from dpllm.training.checks import agreement
 from dpllm.training.checks.independence import IndependenceCheck
-from dpllm.training.checks.learning_rates import INDEPENDENT, LearningRates
 from dpllm.training.checks.randomness import refuse_own_generators
-from dpllm.training.checks.watch import Watch
+from dpllm.training.checks.watch import INDEPENDENT, LearningRates, Watch
 from dpllm.training.choose_clipper import METHOD, chosen, clipper_for, in_words, rows_of_calls
 from dpllm.training.corrected_adamw import SECOND_MOMENT_FACT, refuse_other_second_moment, teller, words_of
-from dpllm.training.microbatch_size import AUTO
+from dpllm.training.out_of_memory import AUTO
 from dpllm.training.rows import LossOf, TrainingRows
 from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.step import call_in_lockstep
@@ -119,20 +117,10 @@ def attach(
     loss_of: LossOf | None,
     lr_scheduler: Any,
 ) -> Attached:
-    """Create all parts of an attached model. Called by all processes together.
+    """Create all parts of an attached model, from the arguments of `dpllm.PrivateRun.attach` and the parts of its run.
 
-    Args:
-        model: the result of ``accelerator.prepare``.
-        optimizer: the optimizer, prepared in the same way.
-        plan: plan of the run.
-        rows: rows of the run.
-        ledger: ledger of the run; open points about the starting weights are noted there.
-        processes: processes of the run.
-        before: weights of the model that was previously attached to this run.
-        options: options of the run.
-        averaging: as for `dpllm.PrivateRun.attach`.
-        loss_of: as for `dpllm.PrivateRun.attach`.
-        lr_scheduler: as for `dpllm.PrivateRun.attach`.
+    ``before`` holds the weights of the model that was previously attached to the run. Open points about the starting
+    weights are noted in the ledger. Called by all processes together.
 
     Raises:
         EngineError, GhostError, DisagreementError, WatchError, ConfigError: see `dpllm.PrivateRun.attach`.
@@ -146,7 +134,8 @@ def attach(
     inside = model_inside(model)
     refuse_unsteppable(optimizer)
     tell, moment = teller(optimizer, plan), words_of(optimizer)
-    name, first = _run_of(ledger), (optimizer if ledger.num_steps == 0 else None)
+    path, first = getattr(ledger, "path", None), (optimizer if ledger.num_steps == 0 else None)
+    name = None if path is None else run_in(Path(path).parent)  # an audit's stand-in has no file
     if name is not None:
         processes.from_main(lambda: refuse_other_second_moment(name.folder, moment))
     between: Sequence[str] = [] if before is None else before.changed(inside)
@@ -238,11 +227,6 @@ def _refuse_automatic_size(rows: TrainingRows, engine: Engine) -> None:
             f"{type(engine).__name__} all processes pass through each layer together. Set a number of tokens "
             "(microbatch.tokens); `dpllm plan memory` shows the memory of a microbatch"
         )
-
-
-def _run_of(ledger: SharedLedger) -> RunName | None:
-    own = getattr(ledger, "path", None)  # an audit's stand-in has no file
-    return None if own is None else run_in(Path(own).parent)
 
 
 def _digest(parameters: Mapping[str, nn.Parameter]) -> str:

@@ -120,7 +120,7 @@ class Averaging:
         """Begin without weights."""
         if not is_average(average):
             raise ConfigError(f"the average is {average!r}: pass average_of(...) from dpllm.mechanism.averages")
-        if not _is_count(num_steps, 1):
+        if type(num_steps) is not int or num_steps < 1:
             raise ConfigError(f"num_steps of the average is {num_steps!r}: pass the plan's num_steps")
         self.average, self._num_steps = average, num_steps
         self.count, self.is_shown = 0, False
@@ -375,10 +375,6 @@ class Averaging:
                 f"{values[lacking[0]].numel()} entries of this process). Resume from another checkpoint"
             )
         return values
-
-
-def _is_count(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _read(path: Path, values: Mapping[str, Tensor], starts: Mapping[str, int]) -> dict[str, int]:

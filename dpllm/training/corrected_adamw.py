@@ -41,7 +41,7 @@ from transformers import Trainer, TrainingArguments
 from dpllm.config import ConfigError
 from dpllm.config.train_values import SECOND_MOMENT, SECOND_MOMENTS, second_moment_of
 from dpllm.config.values import choice
-from dpllm.engines.optimizers import innermost
+from dpllm.engines.guard import innermost
 from dpllm.ghost.kernels import accumulation_dtype
 from dpllm.mechanism.known_noise import KnownNoise
 from dpllm.privacy.ledger import LEDGER_FILE

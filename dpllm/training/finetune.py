@@ -3,6 +3,8 @@
 `recipes/finetune.py` is this program for `accelerate launch`; every process of a run calls it.
 """
 
+from __future__ import annotations
+
 import argparse
 import dataclasses
 import os
@@ -20,7 +22,14 @@ import torch
 import torch.distributed
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
-from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from dpllm import registry
 from dpllm.config import (
@@ -32,6 +41,7 @@ from dpllm.config import (
     Recipe,
     save_recipe,
 )
+from dpllm.config.files import sync_files
 from dpllm.config.launched import check_numbers, note_exit_code, process_number
 from dpllm.config.mistakes import print_any_character, tell, words_of
 from dpllm.config.shipped import shipped_root
@@ -65,19 +75,17 @@ from dpllm.privacy.run_folder import is_used, lost_steps
 from dpllm.report.disclosures import HELD_OUT
 from dpllm.report.figures import plot_training
 from dpllm.report.release_notes import ReleaseNotes, keep_utility
-from dpllm.training import trl_recipe
+from dpllm.training import trl_trainers
 from dpllm.training.arguments import find_deepspeed_config, plan_for, training_arguments
-from dpllm.training.evaluation import Measurement, figure_words
-from dpllm.training.held_out import HeldOut, HeldOutRows
+from dpllm.training.evaluation import HeldOut, HeldOutRows, Measurement, figure_words
 from dpllm.training.ledger_notes import OWN_TOKENIZER, PrivateSources
-from dpllm.training.pair_losses import HeldOutPairs
 from dpllm.training.preflight import PLAIN, check_recipe
 from dpllm.training.proposals import complete_recipe
-from dpllm.training.public_stage import start_in, train_on_public_text
 from dpllm.training.resume import RunCompletedError, begin_in, cut_short, steps_words, to_go_on
 from dpllm.training.screen import Phases
 from dpllm.training.signals import StopRequest, end_with_the_launcher, exit_code
 from dpllm.training.trainer import DPTrainer, WhenAttached
+from dpllm.training.trl_trainers import HeldOutPairs
 
 USAGE = """Fine-tune a language model privately: one program for every recipe.
 
@@ -253,7 +261,7 @@ def run_in(recipe: Recipe, args: TrainingArguments, phases: Phases, began: float
 def add_sources(
     sources: PrivateSources,
     recipe: Recipe,
-    start: "Start",
+    start: Start,
     train_records: datasets.Dataset,
     eval_records: datasets.Dataset | None,
 ) -> None:
@@ -305,10 +313,10 @@ def note_start(recipe: Recipe, trainer: DPTrainer, output: Path) -> None:
 def trainer_of(
     recipe: Recipe,
     args: TrainingArguments,
-    start: "Start",
+    start: Start,
     records: tuple[datasets.Dataset, datasets.Dataset | None],
     num_labels: int | None,
-    before: "Begin",
+    before: Begin,
 ) -> tuple[DPTrainer, HeldOut | HeldOutPairs | None]:
     """Make the rows and the trainer, and return it with the held-out records.
 
@@ -338,7 +346,7 @@ def trainer_of(
     }
     if recipe.train.get("trainer") is not None:
         prepared = prepare_model(model, recipe.model)
-        return trl_recipe.trainer_of(recipe, args, prepared, tokenizer, train_records, eval_records, **options)
+        return trl_trainers.trainer_of(recipe, args, prepared, tokenizer, train_records, eval_records, **options)
     num_labels = model.config.num_labels
     keep = [recipe.privacy.unit] if recipe.privacy.unit else []
     with args.main_process_first(desc="tokenizing the records"):
@@ -723,3 +731,56 @@ def show(title: str, rows: list[tuple[str, str]]) -> None:
     for name, value in rows:
         console.print(f"  {name:<{width}}  ", style="dim", end="")
         console.print(value, markup=False)
+
+
+# --------------------------------------------------------------------------------------------------- public text
+
+
+def train_on_public_text(
+    recipe: Recipe,
+    records: datasets.Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    num_labels: int | None,
+    folder: Path,
+    changes: Mapping[str, Any] | None = None,
+    callbacks: Sequence[TrainerCallback] = (),
+) -> None:
+    """Train the recipe's model on public records and save it. Called by all processes together.
+
+    The model is saved and loaded again, so that no hooks and shards of this training's engine remain in it.
+
+    Args:
+        recipe: recipe with a section ``public_pretrain``.
+        records: public records, to be read with ``public_pretrain.data``.
+        tokenizer: tokenizer of the model.
+        num_labels: number of classes, if the model is a classifier.
+        folder: folder to save the model in.
+        changes: values that replace those of ``public_pretrain.train``. A change of ``disable_tqdm`` to true also
+            removes the printed lines.
+        callbacks: as for ``Trainer``.
+    """
+    public = recipe.public_pretrain
+    assert public is not None, "the caller has a public stage"
+    args = training_arguments({"output_dir": str(folder), **PLAIN, **public.train, **(changes or {})})
+    whole = dataclasses.replace(recipe.model, quantization=None)  # all of it is trained here, and quantised afterwards
+    model: PreTrainedModel = load_base_model(whole, tokenizer, num_labels)
+    with args.main_process_first(desc="tokenizing the public text"):
+        rows = tokenize_records(records, tokenizer, public.data, task=recipe.model.task)
+    collator: Any = RowCollator(pad_token_id=tokenizer.pad_token_id, task=recipe.model.task)
+    trainer = Trainer(
+        model=model, args=args, train_dataset=rows, data_collator=collator, callbacks=list(callbacks) or None
+    )
+    if (changes or {}).get("disable_tqdm"):
+        trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    if args.should_save:
+        trainer.accelerator.unwrap_model(trainer.model_wrapped).save_pretrained(folder, state_dict=state)
+        sync_files(folder)  # every resume of the private run begins with loading them
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.free_memory()
+
+
+def start_in(folder: Path, model: ModelConfig) -> ModelConfig:
+    """Return the recipe's model section with the model that `train_on_public_text` saved as the start."""
+    return dataclasses.replace(model, name=str(folder), config=None, tokenizer_vocab_size=None)

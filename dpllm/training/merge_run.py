@@ -28,7 +28,7 @@ from dpllm.privacy.run_folder import is_finished, released_files
 from dpllm.report.model_card import add_released
 from dpllm.report.statement import notes_in, write_report
 from dpllm.report.verify import verify
-from dpllm.training.public_stage import start_in
+from dpllm.training.finetune import start_in
 from dpllm.training.trainer_outputs import StartingModel
 
 ADAPTER_FILE = "adapter_config.json"

@@ -25,7 +25,7 @@ from dpllm.config.metrics import METRICS
 from dpllm.config.output_folder import REPORTS, check_output_folder
 from dpllm.config.recipe_file import located
 from dpllm.data.chat import ChatTemplate
-from dpllm.engines.errors import no_totals
+from dpllm.engines.guard import no_totals
 from dpllm.mechanism.catalogue import clipping_of, noise_of, with_randomness
 from dpllm.mechanism.parts import Noise, Spec, require_entries
 from dpllm.models.inputs import num_positions
@@ -133,7 +133,10 @@ def _check_recipe(recipe: Recipe, to_train: bool) -> list[str]:
             unchecked += template.notes(masked=recipe.train.get("trainer") is None)
     else:
         unchecked.append("the tokenizer is not checked: model.tokenizer names no folder here")
-    _check_positions(recipe, model)
+    require_positions(model, recipe.data.max_length, "data.max_length allows rows of")
+    if recipe.public_pretrain is not None:
+        longest = recipe.public_pretrain.data.max_length
+        require_positions(model, longest, "public_pretrain.data.max_length allows rows of")
     check_output_folder("train.output_dir", str(args.output_dir), REPORTS + _saved_bytes(model, recipe))
     return unchecked
 
@@ -236,13 +239,6 @@ def _check_train(name: str, section: Mapping[str, Any], to_train: bool, private:
         if to_train and logger not in integration_utils.get_available_reporting_integrations():
             raise ConfigError(f"{name}.report_to={logger}: it is not installed. Install it, or leave report_to out")
     return args
-
-
-def _check_positions(recipe: Recipe, model: nn.Module) -> None:
-    require_positions(model, recipe.data.max_length, "data.max_length allows rows of")
-    if recipe.public_pretrain is not None:
-        longest = recipe.public_pretrain.data.max_length
-        require_positions(model, longest, "public_pretrain.data.max_length allows rows of")
 
 
 def _saved_bytes(model: nn.Module, recipe: Recipe) -> int:

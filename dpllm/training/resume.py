@@ -21,8 +21,8 @@ from pathlib import Path
 from transformers.utils import logging
 
 from dpllm.config import ConfigError
-from dpllm.engines.engine_pairs import Setup, Way, way_to_load
 from dpllm.engines.processes import Processes
+from dpllm.engines.saved_state import Setup, Way, way_to_load
 from dpllm.privacy.checkpoints import CheckpointError, differing, latest_whole, verify
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerContents, is_being_written, read_ledger, require_own_file
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan

@@ -24,9 +24,8 @@ from dpllm.models.tasks import task_of
 from dpllm.privacy.plan import PrivacyPlan
 from dpllm.training.checks import agreement
 from dpllm.training.checks.randomness import refuse_own_generators
-from dpllm.training.microbatch_size import AUTO
-from dpllm.training.microbatches import Microbatch, RowsTaken
-from dpllm.training.prefetch import FetchThread
+from dpllm.training.microbatches import FetchThread, Microbatch, RowsTaken
+from dpllm.training.out_of_memory import AUTO
 
 _TRIED = 16  # rows that are made before anything is charged
 LossOf = Callable[[Any, Mapping[str, Any]], Tensor]
@@ -46,7 +45,7 @@ class TrainingRows:
         max_rows: the largest number of rows of a microbatch. None: bounded by ``max_tokens`` only.
         max_tokens: the largest number of tokens of a microbatch, padding included. None: bounded by ``max_rows`` only.
             "auto": the largest number that fits on the GPU, found before the first step
-            (`dpllm.training.microbatch_size`).
+            (`dpllm.training.out_of_memory`).
         packed: whether ``collate`` concatenates rows without padding (`dpllm.data.rows.PackedCollator`). The loss is
             then `dpllm.packed_sequence_loss`, and the model runs within `dpllm.models.packing.attention_by_row`.
         pad_token_id: token that fills short rows. None: the padding token of the collator, its tokenizer, or the

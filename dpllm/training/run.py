@@ -28,8 +28,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from dpllm.config import ConfigError
 from dpllm.engines import DeepSpeedZero, model_inside
+from dpllm.engines.checksums import check_before_saving
 from dpllm.engines.processes import Processes, found_by
-from dpllm.engines.replicas import check_before_saving
 from dpllm.ghost import GhostClipper, GhostError, NormMethod, PerUnitClipper, UnitClipper
 from dpllm.ghost.parameters import no_gradient
 from dpllm.mechanism.generators import NoiseSource
@@ -48,15 +48,19 @@ from dpllm.training.averaging import Averaging, refuse_other_average
 from dpllm.training.checks import agreement
 from dpllm.training.checks.differences import Differences
 from dpllm.training.checks.independence import IndependenceError
-from dpllm.training.checks.learning_rates import DECLARED, INDEPENDENT, OWN_LOOP
 from dpllm.training.checks.randomness import SecretStreams
-from dpllm.training.checks.watch import WatchError
+from dpllm.training.checks.watch import DECLARED, INDEPENDENT, OWN_LOOP, WatchError
 from dpllm.training.choose_clipper import FROZEN, freeze_unused, in_parts
 from dpllm.training.draws import LEFT_OUT, DrawError, Draws, mode_now
 from dpllm.training.ledger_notes import PrivateSources, note_units, note_users
-from dpllm.training.microbatch_size import TOKENS_WITHOUT_MEASURE, memory_of, needed_later, rows_that_fit
 from dpllm.training.microbatches import StepBatch, microbatches
-from dpllm.training.out_of_memory import MicrobatchTooLargeError
+from dpllm.training.out_of_memory import (
+    TOKENS_WITHOUT_MEASURE,
+    MicrobatchTooLargeError,
+    memory_of,
+    needed_later,
+    rows_that_fit,
+)
 from dpllm.training.resume import require_shared_folder
 from dpllm.training.rows import LossOf, TrainingRows
 from dpllm.training.shared_ledger import SharedLedger
@@ -265,7 +269,7 @@ class PrivateRun:
             schedule_is_independent: declares that the learning rate and other hyperparameters set by the loop, and its
                 decisions about updates, depend on no loss or anything else computed from private rows. The report
                 states it as a fact; without it, the report of a custom loop has an open point. The rates are recorded
-                in any case (`dpllm.training.checks.learning_rates`).
+                in any case (`dpllm.training.checks.watch`).
             averaging: an average of the weights after the steps (`dpllm.training.averaging`), which the report names as
                 the released weights: save the model within ``averaging.shown()``. A loop that saves its state also
                 calls ``averaging.save`` and ``averaging.load``. None: the weights after the last step are released.
@@ -327,13 +331,7 @@ class PrivateRun:
     ) -> None:
         """Hook a model as `attach` does, for a caller that itself ends the ledger after an error and notes the sources.
 
-        Args:
-            options: options of the run.
-            model: as for `attach`.
-            optimizer: as for `attach`.
-            averaging: as for `attach`.
-            loss_of: as for `attach`.
-            lr_scheduler: as for `attach`; its ``step`` takes no metrics.
+        The caller has also refused a scheduler whose ``step`` takes metrics.
 
         Raises:
             EngineError, GhostError, DisagreementError, WatchError, ConfigError: see `attach`.

@@ -238,7 +238,8 @@ def _require_all_saved(model: Any) -> None:
     """
     if not isinstance(model, PeftModel) or model.active_peft_config.is_prompt_learning:
         return
-    state = _state_of_adapters(model)
+    states = [get_peft_model_state_dict(model, adapter_name=name) for name in model.peft_config]
+    state = {name: value for one in states for name, value in one.items() if isinstance(value, Tensor)}
     places = {value.untyped_storage().data_ptr() for value in state.values()}
     prefix = getattr(model.base_model, "prefix", "") or "lora_"
     lost = [
@@ -258,11 +259,6 @@ def _require_all_saved(model: Any) -> None:
             f"{lost[0]} is new, but PEFT saves only the adapter, so each load would make another one. Name "
             "its module in modules_to_save of the adapter's configuration. Nothing was charged"
         )
-
-
-def _state_of_adapters(model: PeftModel) -> dict[str, Tensor]:
-    states = [get_peft_model_state_dict(model, adapter_name=name) for name in model.peft_config]
-    return {name: value for state in states for name, value in state.items() if isinstance(value, Tensor)}
 
 
 # ----------------------------------------------------------------------- loading

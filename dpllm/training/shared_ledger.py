@@ -26,7 +26,7 @@ from dpllm.privacy.run_folder import (
 )
 from dpllm.privacy.same_rows import compare_rows, remember_records, remember_rows
 from dpllm.privacy.stated import planned_steps, stated_starts, steps_allowed, taken_starts
-from dpllm.training.adaptive_threshold import Threshold
+from dpllm.training.step import Threshold
 
 NOT_SETTLED = (
     "The run ended, but its budget {file} could not be settled ({error}), so all its planned steps stay reserved "

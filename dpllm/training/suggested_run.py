@@ -151,7 +151,8 @@ def suggested_run(recipe: Recipe, units: UnitIndex, own_noise: bool = False) -> 
     ]
     final = dataclasses.replace(chosen, privacy=dataclasses.replace(chosen.privacy, noise=written))
     fixed = None if kept else _noise_in_a_fixed_order(plan, rule.workload(), predicted)
-    return Suggested(final, plan, rule, predicted, tuple(settings), _rate_in(recipe), fixed)
+    rate = float(training_arguments(to_plan(recipe.train)).learning_rate)
+    return Suggested(final, plan, rule, predicted, tuple(settings), rate, fixed)
 
 
 def _noise_in_a_fixed_order(plan: PrivacyPlan, workload: Workload, predicted: Prediction | None) -> float | None:
@@ -168,10 +169,6 @@ def _noise_in_a_fixed_order(plan: PrivacyPlan, workload: Workload, predicted: Pr
     (fixed,) = BltNoise().candidates(draw, workload)
     ratio = noise_of(fixed) / independent
     return ratio if math.isfinite(ratio) else None
-
-
-def _rate_in(recipe: Recipe) -> float:
-    return float(training_arguments(to_plan(recipe.train)).learning_rate)
 
 
 def _optimizer(recipe: Recipe) -> list[Setting]:

@@ -36,9 +36,9 @@ from dpllm.data.lengths import input_of, refuse_other_classes
 from dpllm.data.private_tempdir import remove_private_folder
 from dpllm.data.raw_rows import LONGEST, RowMaker, is_raw, is_stored, read_keys
 from dpllm.data.records import chats_in
-from dpllm.engines.engine_pairs import is_start
 from dpllm.engines.finite import NonfiniteSteps, require_finite
 from dpllm.engines.processes import DisagreementError, Processes, told_by_rank
+from dpllm.engines.saved_state import is_start
 from dpllm.ghost import GhostClipper, NormMethod
 from dpllm.mechanism.limits import NOISE_MEMORIES
 from dpllm.models.inputs import num_positions
@@ -61,7 +61,6 @@ from dpllm.privacy.run_folder import (
 )
 from dpllm.report.model_card import has_card
 from dpllm.report.statement import ReleaseNotes
-from dpllm.training.advice import advice
 from dpllm.training.argument_table import ARGUMENTS, Argument
 from dpllm.training.arguments import (
     Unknown,
@@ -77,22 +76,29 @@ from dpllm.training.averaging import Averaging, checked_average
 from dpllm.training.checks.row_sample import refuse_reading
 from dpllm.training.choose_clipper import clipper_for
 from dpllm.training.corrected_adamw import optimizer_for, require_asked
-from dpllm.training.head_losses import HeadLosses
 from dpllm.training.ledger_notes import PrivateSources, own_parts, tokens_of_others
 from dpllm.training.preflight import refuse_unusable_model
-from dpllm.training.read_rows import refuse_ignored, refuse_unreadable, shares_nothing
 from dpllm.training.resume import AUTO_RESUME, begin_in, checkpoint_to_resume, lost_words
-from dpllm.training.row_losses import RowLosses
+from dpllm.training.row_losses import HeadLosses, RowLosses
 from dpllm.training.run import PrivateRun
 from dpllm.training.save_rehearsal import bytes_to_write, rehearse
 from dpllm.training.screen import StepProgress, progress_of
 from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.signals import StopRequest, end_with_the_launcher
 from dpllm.training.trainer_outputs import StartingModel, TrainerOutputs
-from dpllm.training.trainer_setup import agreed_arguments, expected_batch, open_ledger, prepare, refuse_changed_rows
+from dpllm.training.trainer_setup import (
+    agreed_arguments,
+    expected_batch,
+    open_ledger,
+    prepare,
+    refuse_changed_rows,
+    refuse_ignored,
+    refuse_unreadable,
+    shares_nothing,
+)
 from dpllm.training.training_log import LogKeeper
 from dpllm.training.weight_shards import require_whole_saves
-from dpllm.training.workload import UpdateRule
+from dpllm.training.workload import UpdateRule, advice
 
 
 class FirstCallback(TrainerCallback):
@@ -216,12 +222,12 @@ class DPTrainer(TrainerOutputs):
         public: earlier training on public data, one line each, for the report.
         max_tokens_per_microbatch: tokens of a microbatch, padding included. It replaces the number of rows,
             ``per_device_train_batch_size``, so a microbatch of short rows has many. "auto": the largest number
-            that fits on the GPU, found before the first step (`dpllm.training.microbatch_size`); refused if the model
+            that fits on the GPU, found before the first step (`dpllm.training.out_of_memory`); refused if the model
             is sharded.
         pack_rows: concatenate the rows of a microbatch without padding, for causal language models. The attention
             processes each row separately (`dpllm.models.packing`) during `train`; evaluation pads as before.
         norm_method: as for `dpllm.training.attached.RunOptions`.
-        head: how a causal language model's losses are computed (`dpllm.training.head_losses.HeadLosses`): "auto",
+        head: how a causal language model's losses are computed (`dpllm.training.row_losses.HeadLosses`): "auto",
             "whole" (from all logits) or "chunks". The choice changes them only by rounding.
         eval_is_public: declares that ``eval_dataset`` is public, so schedules may follow it and it is not a disclosure.
         start_is_independent: as for `dpllm.training.attached.RunOptions`.

@@ -440,9 +440,6 @@ class TrainerOutputs(ContinuedTrainer):
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save")
 
-    def _save_whole(self, folder: Path) -> None:
-        self._save_with_guarantee(folder, whole=True)
-
     def _save_with_guarantee(self, folder: Path, whole: bool) -> None:
         self.processes.from_main(lambda: refuse_other_run(folder, self.ledger))
         if self._run is not None:
@@ -787,7 +784,7 @@ class TrainerOutputs(ContinuedTrainer):
         if self.ledger is None:
             raise PublishError("There is nothing to publish before train(): call it first; a model needs its guarantee")
         folder = Path(str(self.args.output_dir))
-        self._save_whole(folder)
+        self._save_with_guarantee(folder, whole=True)
         self.create_model_card(
             language=language,
             license=license,

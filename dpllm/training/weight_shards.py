@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from dpllm.engines.errors import EngineError
+from dpllm.engines.guard import EngineError
 from dpllm.engines.processes import Processes
 from dpllm.ghost.kernels import accumulation_dtype
 

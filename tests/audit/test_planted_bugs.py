@@ -125,7 +125,7 @@ BUGS = [
     Bug(
         "norms without the tied cross term",
         "tied_head",
-        (("dpllm/ghost/norms.py", "sq_norm_U = sq_norm_U + 2 * _cross(x, y, rows)", "pass"),),
+        (("dpllm/ghost/receivers.py", "sq_norm_U = sq_norm_U + 2 * _cross(x, y, rows)", "pass"),),
     ),
     Bug(
         "loss averaged over the batch",
@@ -245,7 +245,7 @@ BUGS = [
         "counted",
         (
             (
-                "dpllm/training/adaptive_threshold.py",
+                "dpllm/training/step.py",
                 ".clamp(-0.5, 0.5).sum()",
                 ".clamp(-0.5, 0.5).mean().nan_to_num() * self._plan.expected_batch_size",
             ),

@@ -5,7 +5,7 @@ import pytest
 from dpllm.config import ConfigError, DataConfig, ModelConfig, PrivacyConfig, Recipe
 from dpllm.config.metrics import METRICS
 from dpllm.config.tasks import TASKS
-from dpllm.training.held_out import TEXT_METRICS
+from dpllm.training.evaluation import TEXT_METRICS
 
 PROMPTS = {"format": "prompt_completion", "eval": 0.1}
 

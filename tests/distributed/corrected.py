@@ -9,7 +9,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from dpllm.engines import model_inside
-from dpllm.engines.optimizers import innermost
+from dpllm.engines.guard import innermost
 from dpllm.mechanism.known_noise import KnownNoise
 from dpllm.training.corrected_adamw import CorrectedAdamW
 from dpllm.training.run import PrivateRun

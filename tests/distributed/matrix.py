@@ -19,7 +19,7 @@ from dpllm import GhostClipper, GhostError, PrivacyConfig, PrivateRun, make_plan
 from dpllm.config import DataConfig
 from dpllm.data.rows import RowCollator, load_records, tokenize_records
 from dpllm.data.units import UnitIndex
-from dpllm.engines import EngineError, buckets, engine_for, local_sums, model_inside
+from dpllm.engines import EngineError, buckets, engine_for, model_inside
 from dpllm.engines.processes import DisagreementError, Processes
 from dpllm.mechanism import regenerated
 from dpllm.mechanism.clipping import FlatClipping
@@ -29,10 +29,9 @@ from dpllm.mechanism.noise import IndependentStream
 from dpllm.mechanism.parts import NoiseStream
 from dpllm.mechanism.regenerated import stream_of
 from dpllm.privacy.plan import PrivacyPlan
-from dpllm.training.adaptive_threshold import StepStatistic
 from dpllm.training.choose_clipper import clipper_for
 from dpllm.training.microbatches import microbatches
-from dpllm.training.step import private_step
+from dpllm.training.step import StepStatistic, private_step
 from tests.distributed.setups import dispose, prepare, unreduced, update, whole_parameters
 from tests.memory_ledger import MemoryLedger
 from tests.reference.oracle import LOSSES
@@ -190,7 +189,7 @@ def movement(
     for _ in range(steps):
         before = whole_parameters(prepared, inner)
         mine = batches_of(batch, owners, every, max_rows, rank, size, clipper.one_unit)
-        none_left = mock.patch.object(local_sums, "free_memory", lambda device, processes: (0.0, 1.0))
+        none_left = mock.patch.object(buckets, "free_memory", lambda device, processes: (0.0, 1.0))
         with none_left if short else contextlib.nullcontext():
             private_step(clipper, mine, loss_of(inner, case, calls), plan, runner, ledger, stream)
         if thresholds is not None:

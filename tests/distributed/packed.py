@@ -13,8 +13,7 @@ from dpllm.data.units import UnitIndex
 from dpllm.engines import model_inside
 from dpllm.models.packing import attention_by_row
 from dpllm.models.tasks import default_row_loss
-from dpllm.training.head_losses import HeadLosses
-from dpllm.training.row_losses import RowLosses
+from dpllm.training.row_losses import HeadLosses, RowLosses
 from tests.distributed.matrix import NUM_ROWS, flat, plan_of
 from tests.distributed.setups import dispose, prepare, update, whole_parameters
 from tests.memory_ledger import MemoryLedger

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM, TrainerCallback
 
 from dpllm import DPTrainer
-from dpllm.engines.optimizers import innermost
+from dpllm.engines.guard import innermost
 from dpllm.engines.processes import Processes
 from dpllm.privacy.run_folder import adopt
 from dpllm.report.verify import verify

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dpllm.engines import EngineError
-from dpllm.engines.zero_checkpoint import ZeroState, divides_parameters, is_zero_checkpoint
+from dpllm.engines.saved_state import ZeroState, divides_parameters, is_zero_checkpoint
 from tests.distributed.resuming import Job, Part
 from tests.distributed.test_resume_matrix import PARTS, apart, check_loaded
 from tests.distributed.world import run

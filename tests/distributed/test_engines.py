@@ -108,7 +108,7 @@ def check_reach(jobs: list[Job], results: list) -> None:
 )
 @kills(
     "the whole sums of earlier microbatches are forgotten",
-    "dpllm/engines/local_sums.py",
+    "dpllm/engines/buckets.py",
     "self._sums[parameter] = total",
     "pass",
 )
@@ -396,7 +396,7 @@ def test_regenerated_noise_is_stored_noise_on_every_engine(engine, tmp_path):
 
 @kills(
     "every process adds noise to the count of a quantile",
-    "dpllm/training/adaptive_threshold.py",
+    "dpllm/training/step.py",
     "add_share_(STATISTIC, total, deviation, processes.rank, processes.size)",
     "add_share_(STATISTIC, total, deviation, 0, 1)",
 )

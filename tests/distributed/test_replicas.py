@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from dpllm.engines.checksums import Checksum
+from dpllm.engines.checksums import Checksum, _replicated, differing
 from dpllm.engines.processes import Processes
-from dpllm.engines.replicas import _replicated, differing
 from tests.distributed import world
 from tests.mutations import kills
 
@@ -153,7 +152,7 @@ def test_meshes_that_split_a_unit_are_refused_by_their_dimensions(seen):
 
 @kills(
     "replicas are not compared",
-    "dpllm/engines/replicas.py",
+    "dpllm/engines/checksums.py",
     "if any(first_of.setdefault(triple[0], triple) != triple for triple in triples):",
     "if False:",
 )

@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from dpllm.engines.engine_pairs import CONFIGS
+from dpllm.engines.saved_state import CONFIGS
 from tests.distributed.resuming import MOMENTS, Job, Part
 from tests.distributed.world import run
 from tests.tiers import deep_case

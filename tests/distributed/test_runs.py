@@ -24,8 +24,7 @@ from dpllm.privacy.checkpoints import latest_whole, verify
 from dpllm.privacy.ledger import read_ledger
 from dpllm.privacy.run_folder import adopt
 from dpllm.report.verify import verify as verify_report
-from dpllm.training.evaluation import measure
-from dpllm.training.held_out import HeldOut, HeldOutRows
+from dpllm.training.evaluation import HeldOut, HeldOutRows, measure
 from dpllm.training.training_log import TrainingLog
 from tests import children
 from tests.distributed.launching import environment, launch, start, write_data

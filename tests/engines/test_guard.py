@@ -8,9 +8,9 @@ from torch import nn
 
 from dpllm import GhostClipper
 from dpllm.engines import SingleProcess
+from dpllm.engines.base import set_gradient
 from dpllm.engines.guard import Projections, UpdateError, UpdateGuard
 from dpllm.engines.processes import Processes
-from dpllm.engines.single import set_gradient
 from dpllm.ghost.sums import Sum
 from dpllm.mechanism.generators import NoiseSource
 from dpllm.mechanism.noise import IndependentStream

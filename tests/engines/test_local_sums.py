@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from dpllm.engines import local_sums
-from dpllm.engines.local_sums import LocalSums, free_memory, sums_are_small, sums_fit
+from dpllm.engines import buckets
+from dpllm.engines.buckets import LocalSums, free_memory, sums_are_small, sums_fit
 from dpllm.engines.processes import Processes
 
 
@@ -76,25 +76,25 @@ NEEDED = 400 + 1200 + 1000
 @pytest.mark.parametrize(("free", "others", "fits"), [(NEEDED, (), True), (NEEDED - 1, (), False)])
 def test_sums_fit_into_memory_that_is_left(free, others, fits, monkeypatch):
     """Beside the optimizer's state, which an update makes later, and a margin."""
-    monkeypatch.setattr(local_sums, "free_memory", lambda device, processes: (free, 10_000.0))
+    monkeypatch.setattr(buckets, "free_memory", lambda device, processes: (free, 10_000.0))
     assert sums_fit(model(100, 0), Together(*others)) == fits
 
 
 def test_one_process_without_memory_decides_for_all(monkeypatch):
     """The reductions are collectives, so that all of them have to do the same; one that cannot measure keeps none."""
-    monkeypatch.setattr(local_sums, "free_memory", lambda device, processes: (1e9, 1e9))
+    monkeypatch.setattr(buckets, "free_memory", lambda device, processes: (1e9, 1e9))
     assert sums_fit(model(100, 0), Together(5.0)) and not sums_fit(model(100, 0), Together(5.0, -1.0))
-    monkeypatch.setattr(local_sums, "free_memory", lambda device, processes: None)
+    monkeypatch.setattr(buckets, "free_memory", lambda device, processes: None)
     assert not sums_fit(model(100, 0), Together())
 
 
 def test_the_choice_is_made_once(monkeypatch):
     """Memory that is taken later changes nothing: a step's sums are in one form."""
-    monkeypatch.setattr(local_sums, "free_memory", lambda device, processes: (1e9, 1e9))
+    monkeypatch.setattr(buckets, "free_memory", lambda device, processes: (1e9, 1e9))
     processes = Together()
     sums = LocalSums(model(100, 0), processes)
     assert sums.fit()
-    monkeypatch.setattr(local_sums, "free_memory", lambda device, processes: (0.0, 1e9))
+    monkeypatch.setattr(buckets, "free_memory", lambda device, processes: (0.0, 1e9))
     assert sums.fit() and processes.asked == 1
 
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from dpllm.engines.errors import EngineError
-from dpllm.engines.optimizers import innermost, refuse_unsteppable
+from dpllm.engines.guard import EngineError, innermost, refuse_unsteppable
 from dpllm.training.checks.agreement import computation
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dpllm.engines.partitions import PartitionedBucket, partitioned_buckets
+from dpllm.engines.deepspeed import PartitionedBucket, partitioned_buckets
 
 
 def partitioned(entries: int, parts: int, dtype: torch.dtype = torch.float32) -> Any:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from dpllm.engines.single import SingleProcess
+from dpllm.engines.base import SingleProcess
 
 
 def parameters(dtype=torch.bfloat16, count=5):

@@ -113,7 +113,7 @@ def test_classes_keep_their_names_and_come_back():
 
 @kills(
     "parameters change their order beside copies of rows",
-    "dpllm/ghost/row_split.py",
+    "dpllm/ghost/attach.py",
     "                module._parameters[name] = copy[row]  # type: ignore[assignment]\n",
     "                del module._parameters[name]\n                module.__dict__[name] = copy[row]\n",
 )

@@ -7,7 +7,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from dpllm.ghost.errors import GhostError
+from dpllm.ghost.refusals import GhostError
 from dpllm.ghost.sums import clip_factors
 from dpllm.mechanism.clipping import FlatClipping, sensitivity_of
 from dpllm.mechanism.parts import OneGroup

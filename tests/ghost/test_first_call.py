@@ -165,7 +165,7 @@ def assert_every_step_is_the_loop(model, losses, batches, rates=None):
 
 @kills(
     "arguments with a multiple of the rows may have rows",
-    "dpllm/ghost/row_split.py",
+    "dpllm/ghost/attach.py",
     "            if rows > 1 and size != rows and (some_have or not (size and size % rows == 0)):\n",
     "            if rows > 1 and size != rows and not (size and size % rows == 0):\n",
 )
@@ -431,7 +431,7 @@ POOLED = {
 )
 @kills(
     "the arguments of a module that runs row by row are cut as in no comparison",
-    "dpllm/ghost/row_split.py",
+    "dpllm/ghost/attach.py",
     "        if arguments.flattens and call.host.in_forward:",
     "        if False:",
     case="True-row by row",

@@ -8,7 +8,7 @@ from torch import nn
 
 from dpllm import GhostClipper, NormMethod
 from dpllm.ghost import parameters
-from dpllm.ghost.errors import GhostError
+from dpllm.ghost.refusals import GhostError
 from dpllm.ghost.sums import GroupFactors
 from dpllm.mechanism.catalogue import CLIPPINGS
 from dpllm.mechanism.clipping import FlatClipping

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from dpllm import GhostClipper
-from dpllm.ghost.errors import GhostError
+from dpllm.ghost.refusals import GhostError
 from dpllm.mechanism.clipping import sensitivity_of
 from tests.conftest import tiny_llama_config
 

@@ -113,14 +113,14 @@ WAYS = {
 )
 @kills(
     "uses in single rows are never handed over",
-    "dpllm/ghost/row_split.py",
+    "dpllm/ghost/attach.py",
     "            call.anchor, call.place = gate, gathered.add\n",
     "            call.anchor, call.place = anchor, gathered.add\n",
     case="tap within rows",
 )
 @kills(
     "uses in single rows are put together in another order",
-    "dpllm/ghost/row_split.py",
+    "dpllm/ghost/attach.py",
     "for b in range(rows)",
     "for b in reversed(range(rows))",
     case="tap within rows",

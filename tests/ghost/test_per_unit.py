@@ -99,7 +99,7 @@ def summed(model, clipper, rows_of_units):
 
 @kills(
     "one unit at a time, a unit is not clipped",
-    "dpllm/ghost/per_unit.py",
+    "dpllm/ghost/unit_clipper.py",
     "total.add_(gradient.to(total.dtype), alpha=factor)",
     "total.add_(gradient.to(total.dtype))",
 )
@@ -122,7 +122,7 @@ def test_norms_and_sums_are_those_of_a_loop_for_structures_without_a_rule(recomp
 
 @kills(
     "one unit at a time, the rows that a unit had before are forgotten",
-    "dpllm/ghost/per_unit.py",
+    "dpllm/ghost/unit_clipper.py",
     "held[key] += kernels",
     "held[key] = kernels",
 )
@@ -149,7 +149,7 @@ def test_a_unit_in_several_calls_is_one_unit():
 
 @kills(
     "one unit at a time, the product is rounded to the parameters' dtype",
-    "dpllm/ghost/per_unit.py",
+    "dpllm/ghost/unit_clipper.py",
     "total.add_(gradient.to(total.dtype), alpha=factor)",
     "total.add_((gradient * factor).to(total.dtype))",
 )
@@ -197,7 +197,7 @@ def test_groups_are_clipped_apart_as_by_the_clipping():
 
 @kills(
     "one unit at a time, a unit that is not finite stays in the sum",
-    "dpllm/ghost/per_unit.py",
+    "dpllm/ghost/unit_clipper.py",
     "        if factor == 0:",
     "        if False:",
 )
@@ -213,7 +213,7 @@ def test_a_unit_that_is_not_finite_contributes_exactly_zero_and_the_next_one_its
 
 @kills(
     "one unit at a time, padding rows get weight 1",
-    "dpllm/ghost/per_unit.py",
+    "dpllm/ghost/unit_clipper.py",
     "(unit_B >= 0).to(loss_B)",
     "torch.ones_like(loss_B)",
 )

@@ -157,7 +157,7 @@ def only_used(net):
 
 @kills(
     "rows that run alone read one copy of the parameter",
-    "dpllm/ghost/row_split.py",
+    "dpllm/ghost/attach.py",
     "module._parameters[name] = copy[row]",
     "module._parameters[name] = copy[0]",
     case="product",

@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 
 from dpllm import GhostClipper, NormMethod, PrivacyConfig, make_plan, per_sequence_loss
 from dpllm.config import load_recipe
-from dpllm.ghost.errors import GhostError
+from dpllm.ghost.refusals import GhostError
 from dpllm.ghost.sums import clip_factors
 from dpllm.mechanism.events import Step
 from dpllm.mechanism.generators import NoiseSource

@@ -31,9 +31,9 @@ from dpllm.privacy.ledger import LEDGER_FILE, Ledger, LedgerError, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.report.definition import mechanism
 from dpllm.report.verify import thresholds_found
-from dpllm.training.adaptive_threshold import StepStatistic, Threshold
 from dpllm.training.rows import TrainingRows
 from dpllm.training.run import PrivateRun
+from dpllm.training.step import StepStatistic, Threshold
 from tests.memory_ledger import MemoryLedger
 from tests.mutations import kills
 from tests.training.test_run import loss_of, network, plan_of, rows_of
@@ -180,7 +180,7 @@ STEPS = [[0, 1, 2, 7, 11, 23, 30], [5, 8, 12], [], list(range(20)), [3, 39, 14, 
 
 @kills(
     "the count of a quantile is divided by the realised batch",
-    "dpllm/training/adaptive_threshold.py",
+    "dpllm/training/step.py",
     ".clamp(-0.5, 0.5).sum()",
     ".clamp(-0.5, 0.5).mean().nan_to_num() * self._plan.expected_batch_size",
 )
@@ -264,7 +264,7 @@ def test_one_unit_moves_gradients_and_count_by_at_most_one_standard_deviation_ov
 
 @kills(
     "the count of a quantile gets no noise",
-    "dpllm/training/adaptive_threshold.py",
+    "dpllm/training/step.py",
     "        self._noise.add_share_(STATISTIC, total, deviation, processes.rank, processes.size)\n",
     "",
 )

@@ -27,8 +27,7 @@ from dpllm.planning.footprint_text import comparison_rows, footprint_rows, forma
 from dpllm.planning.model_shape import shape_of_model
 from dpllm.privacy.plan import make_plan
 from dpllm.training.arguments import training_arguments
-from dpllm.training.head_losses import HeadLosses
-from dpllm.training.row_losses import RowLosses
+from dpllm.training.row_losses import HeadLosses, RowLosses
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

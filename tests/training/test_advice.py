@@ -6,9 +6,8 @@ from transformers import TrainingArguments
 from dpllm.config import PrivacyConfig
 from dpllm.config.train_values import WARM_UP, with_schedule
 from dpllm.data.units import UnitIndex
-from dpllm.training.advice import advice
 from dpllm.training.arguments import plan_for, training_arguments
-from dpllm.training.workload import UpdateRule
+from dpllm.training.workload import UpdateRule, advice
 
 pytestmark = pytest.mark.usefixtures("rows_not_compared")
 

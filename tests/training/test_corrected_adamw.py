@@ -12,12 +12,12 @@ import torch
 from dpllm import PrivacyConfig, PrivateRun, make_plan
 from dpllm.config import ConfigError
 from dpllm.config.recipe import PublicPretrainConfig
-from dpllm.engines.optimizers import innermost
+from dpllm.engines.guard import innermost
 from dpllm.mechanism.known_noise import KnownNoise
 from dpllm.privacy.accounting import epsilon
 from dpllm.training.arguments import refuse_options
 from dpllm.training.corrected_adamw import SECOND_MOMENT_FACT, CorrectedAdamW, refuse_unusable, words_of
-from dpllm.training.microbatch_size import needed_later
+from dpllm.training.out_of_memory import needed_later
 from dpllm.training.workload import UpdateRule
 from tests.small_model import rows_by_number
 from tests.tiers import deep_case

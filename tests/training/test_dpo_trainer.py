@@ -20,13 +20,13 @@ from dpllm.privacy.ledger import read_ledger  # noqa: E402
 from dpllm.report.disclosures import own_methods  # noqa: E402
 from dpllm.report.verify import verify  # noqa: E402
 from dpllm.training.checks.independence import IndependenceError  # noqa: E402
-from dpllm.training.dpo_trainer import (  # noqa: E402
+from dpllm.training.trl_trainers import (  # noqa: E402
     GIVEN_REFERENCE,
     LOSS_FACT,
     REFERENCE_FACT,
     SHARED_PROMPTS,
+    PairLosses,
 )
-from dpllm.training.pair_losses import PairLosses  # noqa: E402
 from tests import trl_data  # noqa: E402
 from tests.mutations import kills  # noqa: E402
 from tests.tiers import deep_case  # noqa: E402
@@ -139,7 +139,7 @@ def test_the_comparison_of_rows_finds_a_loss_that_follows_other_pairs(couples, t
 
 @kills(
     "a reference that came with the data raises no question",
-    "dpllm/training/dpo_trainer.py",
+    "dpllm/training/trl_trainers.py",
     "self._reference_points = [GIVEN_REFERENCE]",
     "pass",
 )
@@ -162,7 +162,7 @@ def test_the_reference_is_the_model_at_the_start_or_another_one_or_given(tmp_pat
 
 @kills(
     "a reference of a private run needs no declaration",
-    "dpllm/training/dpo_trainer.py",
+    "dpllm/training/trl_trainers.py",
     "self._reference_points += check_start(ref_model, args.output_dir, independent)",
     "pass",
 )
@@ -198,7 +198,7 @@ def test_a_run_leaves_a_report_that_names_the_loss_and_verifies(tmp_path):
 
 @kills(
     "prompts that pairs share raise no question",
-    "dpllm/training/dpo_trainer.py",
+    "dpllm/training/trl_trainers.py",
     "*([SHARED_PROMPTS] if self._shares_prompts else [])",
     "",
 )

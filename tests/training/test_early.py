@@ -18,8 +18,7 @@ from dpllm import GhostClipper, NormMethod, PrivacyConfig, make_plan
 from dpllm.engines import SingleProcess
 from dpllm.engines.base import EarlyGradients
 from dpllm.engines.ddp import DataParallel
-from dpllm.engines.errors import EngineError
-from dpllm.engines.guard import UpdateError
+from dpllm.engines.guard import EngineError, UpdateError
 from dpllm.ghost.sums import Sum
 from dpllm.mechanism.generators import NoiseSource
 from dpllm.mechanism.noise import IndependentStream

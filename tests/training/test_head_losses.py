@@ -14,8 +14,7 @@ from dpllm.data.rows import PackedCollator, RowCollator
 from dpllm.ghost.chunked_head import token_losses
 from dpllm.ghost.sums import Sum
 from dpllm.models.tasks import default_row_loss
-from dpllm.training.head_losses import HeadLosses
-from dpllm.training.row_losses import RowLosses
+from dpllm.training.row_losses import HeadLosses, RowLosses
 from tests.conftest import tiny_llama_config
 from tests.training.test_trainer import arguments, privacy, trainer, update_of
 
@@ -153,7 +152,7 @@ class Largest(TorchDispatchMode):
 def test_there_are_never_all_logits(monkeypatch):
     """Neither in the comparison, nor in the passes."""
     few = functools.partial(token_losses, entries=4 * 61)
-    monkeypatch.setattr("dpllm.training.head_losses.token_losses", few)
+    monkeypatch.setattr("dpllm.training.row_losses.token_losses", few)
     model = model_of("llama")
     batch = {name: value.repeat(8, 2) for name, value in rows_of().items()}
     losses = RowLosses(default_row_loss(model), False, HeadLosses())

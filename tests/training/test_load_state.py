@@ -6,7 +6,7 @@ from torch import nn
 
 from dpllm.engines.processes import Processes
 from dpllm.privacy.checkpoints import CheckpointError
-from dpllm.training.load_state import load_optimizer
+from dpllm.training.continued_trainer import load_optimizer
 from tests.mutations import kills
 
 NAMES = ["first.weight", "second.weight"]
@@ -54,7 +54,7 @@ def test_groups_are_found_by_their_parameters():
 
 @kills(
     "parameters without a state in the checkpoint begin again",
-    "dpllm/training/load_state.py",
+    "dpllm/training/continued_trainer.py",
     "        _require_same(saved, names)\n",
     "",
     case="without1",

@@ -192,7 +192,7 @@ def test_a_run_whose_settings_change_before_its_first_step_begins_again(tmp_path
 
 @kills(
     "a checkpoint without an optimizer is continued as if it had one",
-    "dpllm/engines/engine_pairs.py",
+    "dpllm/engines/saved_state.py",
     "    if weights_only:\n        return Way.WEIGHTS\n",
     "    return Way.WEIGHTS\n",
 )

@@ -12,14 +12,14 @@ from dpllm import GhostClipper
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.private_folder import read_diagnostics
 from dpllm.training import run as private_run
-from dpllm.training.microbatch_size import (
+from dpllm.training.microbatches import RowsTaken
+from dpllm.training.out_of_memory import (
     TOKENS_WITHOUT_MEASURE,
+    MicrobatchTooLargeError,
     largest_that_fits,
     needed_later,
     rows_that_fit,
 )
-from dpllm.training.microbatches import RowsTaken
-from dpllm.training.out_of_memory import MicrobatchTooLargeError
 from dpllm.training.run import PrivateRun
 from tests.scarce import Gate, more_than
 from tests.training.test_run import flat, ledger_of, loss_of, network, plan_of, rows_of

@@ -9,8 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpllm.data.units import UnitIndex
-from dpllm.training.cuts import TOKENS_PER_MICROBATCH, Bounds, best_cuts, joint_pieces
-from dpllm.training.microbatches import PADDING_UNIT, deal, microbatches
+from dpllm.training.microbatches import (
+    PADDING_UNIT,
+    TOKENS_PER_MICROBATCH,
+    Bounds,
+    best_cuts,
+    deal,
+    joint_pieces,
+    microbatches,
+)
 from tests.mutations import kills
 
 
@@ -355,7 +362,7 @@ def test_microbatches_that_run_together_cost_about_the_same(size, most):
 
 @kills(
     "a process that is ahead waits between the pieces of a unit",
-    "dpllm/training/cuts.py",
+    "dpllm/training/microbatches.py",
     "np.maximum(parts.full(part, budget), at + inside)",
     "parts.full(part, budget)",
 )
@@ -372,7 +379,7 @@ def test_the_pieces_of_a_unit_follow_each_other_without_padding():
 @pytest.mark.parametrize("size", [1, 3])
 def test_more_units_than_cuts_are_chosen_for_are_divided_too(size, monkeypatch):
     """Each microbatch is as full as its bounds allow, and no unit is lost."""
-    monkeypatch.setattr("dpllm.training.cuts.MOST_PLACES", 4)
+    monkeypatch.setattr("dpllm.training.microbatches.MOST_PLACES", 4)
     rng = np.random.default_rng(0)
     owner = rng.integers(0, 40, 100)
     units, lengths = UnitIndex.from_ids([str(one) for one in owner]), rng.integers(1, 50, 100)

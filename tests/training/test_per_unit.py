@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dpllm import GhostError, PrivateRun
-from dpllm.engines.errors import EngineError
+from dpllm.engines.guard import EngineError
 from dpllm.ghost import NoRuleError
 from dpllm.training.checks.independence import IndependenceError
 from dpllm.training.checks.watch import WatchError
@@ -39,7 +39,7 @@ def gradients_of(run, optimizer, model, units, loss=loss_of):
 
 @kills(
     "one unit at a time, a call gets rows of several units",
-    "dpllm/training/cuts.py",
+    "dpllm/training/microbatches.py",
     "np.repeat(large_U | bounds.one_unit, ",
     "np.repeat(large_U, ",
 )
@@ -322,7 +322,7 @@ def released_by_two_tables(folder, units, noise_multiplier):
 
 @kills(
     "one unit at a time, a gradient that autograd shares between parameters is taken as a sum",
-    "dpllm/ghost/per_unit.py",
+    "dpllm/ghost/unit_clipper.py",
     "total.add_(gradient.to(total.dtype), alpha=factor)",
     "total.take_(gradient.to(total.dtype) if factor == 1 else gradient.to(total.dtype) * factor)",
 )

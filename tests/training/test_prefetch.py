@@ -32,11 +32,10 @@ from dpllm.engines import SingleProcess
 from dpllm.engines.processes import Processes
 from dpllm.mechanism.generators import NoiseSource
 from dpllm.training.checks.independence import IndependenceError
-from dpllm.training.microbatches import microbatches
-from dpllm.training.prefetch import FetchThread
-from dpllm.training.read_rows import shares_nothing
+from dpllm.training.microbatches import FetchThread, microbatches
 from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.step import private_step
+from dpllm.training.trainer_setup import shares_nothing
 from tests.conftest import tiny_llama_config
 from tests.memory_ledger import MemoryLedger
 from tests.mutations import kills
@@ -355,7 +354,7 @@ def draws(rows):
 
 @kills(
     "a data set that seeds the generators runs next to the model",
-    "dpllm/training/prefetch.py",
+    "dpllm/training/microbatches.py",
     "self.shares |= found.shares",
     "pass",
 )
@@ -574,7 +573,7 @@ def test_a_program_that_fails_during_a_fetch_ends_with_its_error():
     """A thread that runs PyTorch when Python ends would abort the process."""
     program = """
 import threading, time, torch
-from dpllm.training.prefetch import FetchThread
+from dpllm.training.microbatches import FetchThread
 thread, begun = FetchThread(torch.device("cpu")), threading.Event()
 def busy():
     begun.set()

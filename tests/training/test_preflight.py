@@ -22,7 +22,7 @@ from dpllm.config.output_folder import check_output_folder
 from dpllm.config.values import ConfigError
 from dpllm.config.yaml12 import write_yaml
 from dpllm.engines import EngineError
-from dpllm.ghost.errors import GhostError
+from dpllm.ghost.refusals import GhostError
 from dpllm.mechanism.discrete import DiscreteNoise
 from dpllm.models.inputs import num_positions
 from dpllm.models.load import load_base_model, load_tokenizer, prepare_model

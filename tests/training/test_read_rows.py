@@ -20,7 +20,7 @@ from dpllm import DPTrainer
 from dpllm.config import ConfigError
 from dpllm.data.lengths import row_lengths
 from dpllm.data.rows import DataError, RowCollator
-from dpllm.training import read_rows
+from dpllm.training import trainer_setup
 from dpllm.training.trainer_setup import refuse_changed_rows
 from tests.conftest import tiny_llama_config
 from tests.mutations import kills
@@ -195,7 +195,7 @@ def test_a_collator_that_pads_with_the_end_of_texts_is_named(pad, tmp_path, capl
     words = Tokenizer(WordLevel({"end": 0, "pad": 1, "word": 2}, unk_token="word"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="end", pad_token=pad)
     model = LlamaForCausalLM(tiny_llama_config(pad_token_id=tokenizer.pad_token_id))
-    read_rows.logger.warning_once.cache_clear()
+    trainer_setup.logger.warning_once.cache_clear()
     trainer(tmp_path, model, rows(), data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False))
     assert ("does not learn to stop" in caplog.text) == (pad == "end")
 

@@ -16,7 +16,7 @@ from dpllm.config import ConfigError, PrivacyConfig
 from dpllm.data.units import UnitIndex
 from dpllm.engines import EngineError, SingleProcess
 from dpllm.engines.processes import Processes
-from dpllm.ghost.errors import GhostError
+from dpllm.ghost.refusals import GhostError
 from dpllm.mechanism.discrete import DiscreteNoise
 from dpllm.mechanism.generators import NoiseSource
 from dpllm.mechanism.noise import IndependentStream

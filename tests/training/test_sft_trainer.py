@@ -65,7 +65,7 @@ def test_leaving_out_an_example_moves_the_sum_by_the_bound_at_most(tmp_path):
 
 @kills(
     "the column of users is lost when examples are prepared",
-    "dpllm/training/sft_trainer.py",
+    "dpllm/training/trl_trainers.py",
     "keep = [privacy.unit] if privacy.unit else []",
     "keep = []",
 )

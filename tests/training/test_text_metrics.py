@@ -2,7 +2,7 @@
 
 import pytest
 
-from dpllm.training.held_out import TEXT_METRICS, bleu, exact_match, plain, rouge, token_f1
+from dpllm.training.evaluation import TEXT_METRICS, bleu, exact_match, plain, rouge, token_f1
 
 TEXTS = ["the Mill is a cheap pub near the river", "Aromi serves fast food"]
 REFERENCES = [

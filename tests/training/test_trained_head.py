@@ -15,8 +15,7 @@ from dpllm.ghost.unit_gradients import RowGradients
 from dpllm.mechanism.clipping import FlatClipping
 from dpllm.mechanism.per_layer import PerLayerClipping
 from dpllm.models.tasks import default_row_loss
-from dpllm.training.head_losses import HeadLosses
-from dpllm.training.row_losses import RowLosses
+from dpllm.training.row_losses import HeadLosses, RowLosses
 from tests.conftest import tiny_llama_config
 from tests.mutations import kills
 from tests.training.test_head_losses import Largest, model_of, rows_of
@@ -177,7 +176,7 @@ def test_where_a_trained_head_is_in_chunks():
 def test_there_are_never_all_logits(monkeypatch):
     """Neither in the first call, which tries the taps, nor in the passes."""
     few = functools.partial(token_losses, entries=4000)
-    monkeypatch.setattr("dpllm.training.head_losses.token_losses", few)
+    monkeypatch.setattr("dpllm.training.row_losses.token_losses", few)
     model, head = transformers.LlamaForCausalLM(tiny_llama_config(vocab_size=1000)), HeadLosses("chunks")
     batch = {name: value.repeat(16, 2) for name, value in rows_of().items()}
     head.clipper = clipper = GhostClipper(model, 0.5, NormMethod("gram", backward_passes=2))

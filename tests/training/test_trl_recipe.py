@@ -62,7 +62,7 @@ def test_a_recipe_runs_to_its_report(trainer, tmp_path, capsys):
 def test_columns_get_the_names_of_trl():
     """The recipe's columns, and that of users; others are left out."""
     pytest.importorskip("trl")
-    from dpllm.training.trl_recipe import renamed
+    from dpllm.training.trl_trainers import renamed
 
     def config(**values):
         return DataConfig(path="x", max_length=8, **values)

@@ -53,9 +53,8 @@ from dpllm.report.disclosures import HELD_OUT
 from dpllm.report.release_notes import keep_utility
 from dpllm.report.statement import MARKDOWN_FILE, write_report
 from dpllm.training.arguments import training_arguments
-from dpllm.training.evaluation import Measurement, figure_words
+from dpllm.training.evaluation import HeldOut, HeldOutRows, Measurement, figure_words
 from dpllm.training.finetune import Start, add_sources, console, evaluated, noted, public_start, show
-from dpllm.training.held_out import HeldOut, HeldOutRows
 from dpllm.training.ledger_notes import PrivateSources, note_data, note_units
 from dpllm.training.preflight import PLAIN, check_recipe
 from dpllm.training.save_rehearsal import bytes_to_write, rehearse, until_there_is_room

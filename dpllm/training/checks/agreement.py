@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import dpllm
 from dpllm.config.versions import installed_version
 from dpllm.data.units import UnitIndex
-from dpllm.engines.optimizers import innermost
+from dpllm.engines.guard import innermost
 from dpllm.training.checks.repeatable import same_randomness
 
 _PACKAGES = ("numpy", "torch", "transformers", "peft", "accelerate", "deepspeed", "bitsandbytes")

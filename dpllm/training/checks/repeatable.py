@@ -89,8 +89,8 @@ class Repeatable(TorchDispatchMode):
     is still found. Numbers from a generator that was seeded within the pass are not changed. A draw that is repeated
     very often gets new numbers each time, so that rejection sampling ends.
 
-    `dpllm.training.checks.sharing` needs passes with other numbers (`Numbers`): some draws differ from those of the
-    previous pass, and all others do not.
+    `dpllm.training.checks.independence` needs passes with other numbers (`Numbers`): some draws differ from those of
+    the previous pass, and all others do not.
 
     Attributes:
         draws: the operations that drew random numbers, or would have without this mode, in order.

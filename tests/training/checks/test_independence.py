@@ -42,7 +42,7 @@ from dpllm.data.rows import PackedCollator, RowCollator
 from dpllm.data.single_rows import RowByRow, same_values
 from dpllm.data.units import UnitIndex
 from dpllm.engines.processes import Processes
-from dpllm.ghost.errors import GhostError
+from dpllm.ghost.refusals import GhostError
 from dpllm.models.load import align_padding
 from dpllm.models.losses import classification_loss, seq2seq_loss
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger

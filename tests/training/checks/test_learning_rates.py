@@ -12,8 +12,7 @@ from dpllm import PrivateRun
 from dpllm.config import ConfigError
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.report.definition import LEARNING_RATES
-from dpllm.training.checks.learning_rates import DECLARED, INDEPENDENT, OWN_LOOP, UNKNOWN, scheduled_rates
-from dpllm.training.checks.watch import WatchError
+from dpllm.training.checks.watch import DECLARED, INDEPENDENT, OWN_LOOP, UNKNOWN, WatchError, scheduled_rates
 from tests.mutations import kills
 from tests.training.test_run import loss_of, network, plan_of, rows_of
 from tests.training.test_trainer import arguments, trainer
@@ -109,7 +108,7 @@ class Halving(transformers.TrainerCallback):
 
 @kills(
     "a rate that nobody planned is used",
-    "dpllm/training/checks/learning_rates.py",
+    "dpllm/training/checks/watch.py",
     "rate is None or planned is None or math.isclose(rate, planned, rel_tol=_TOLERANCE)",
     "True",
 )

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from dpllm.training.checks.independence import IndependenceError
+from dpllm.training.checks.independence import IndependenceError, shared_draws
 from dpllm.training.checks.repeatable import Draw
-from dpllm.training.checks.sharing import shared_draws
 from tests.training.checks.test_independence import GPT2, Noisy, lm_loss, rows_of, steps, trainer, unequal
 
 MODEL = "^The model or the loss draws random numbers that (all )?rows of a microbatch share.*Draw separate numbers"
