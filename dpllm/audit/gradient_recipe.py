@@ -36,7 +36,7 @@ from dpllm.engines.processes import Processes
 from dpllm.mechanism.averages import Average
 from dpllm.mechanism.catalogue import clipping_of, noise_of, spec_of
 from dpllm.mechanism.parts import AdaptiveClipping, Noise, Spec
-from dpllm.mechanism.workload import Workload
+from dpllm.mechanism.strategies import Workload
 from dpllm.models.load import load_model, load_tokenizer
 from dpllm.models.tasks import default_row_loss
 from dpllm.privacy.ledger import LEDGER_FILE

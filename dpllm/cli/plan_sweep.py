@@ -16,7 +16,7 @@ from dpllm.config.values import integer
 if TYPE_CHECKING:
     from dpllm.config import Recipe
     from dpllm.mechanism.parts import Noise
-    from dpllm.mechanism.workload import Workload
+    from dpllm.mechanism.strategies import Workload
     from dpllm.privacy.plan import PrivacyPlan
 
 UTILIZATION = 0.4

@@ -32,6 +32,7 @@ from dpllm.mechanism.events import Event, EventWords, Numbers, Round, Step
 from dpllm.mechanism.noise import IndependentNoise
 from dpllm.mechanism.parts import Draw, NoiseStream, Normals, SkippingGenerator
 from dpllm.mechanism.strategies import (
+    Workload,
     best_ratio,
     coefficients,
     free_column,
@@ -41,7 +42,6 @@ from dpllm.mechanism.strategies import (
     require_norm,
     rounded,
 )
-from dpllm.mechanism.workload import Workload
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -28,10 +28,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpllm.mechanism.chacha20 import ChaCha20Normals
+from dpllm.mechanism.chacha20 import KEY_BYTES, ChaCha20Normals, SecretKey
 from dpllm.mechanism.device_chacha20 import DeviceNormals
 from dpllm.mechanism.discrete_gaussian import DEVIATION_BITS, DiscreteGaussians
-from dpllm.mechanism.keys import KEY_BYTES, SecretKey
 from dpllm.mechanism.limits import RANDOMNESS
 
 ENTRIES_AT_A_TIME = 1 << 22

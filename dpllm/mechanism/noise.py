@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from dpllm.mechanism.events import Event, dp_sgd
 from dpllm.mechanism.parts import Draw, NoiseStream, Normals, Written
 from dpllm.mechanism.sampling import TruncatedPoissonSampler
-from dpllm.mechanism.workload import Workload
+from dpllm.mechanism.strategies import Workload
 
 if TYPE_CHECKING:
     from torch import Tensor

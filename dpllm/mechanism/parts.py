@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from dpllm.mechanism.events import Event
-    from dpllm.mechanism.workload import Workload
+    from dpllm.mechanism.strategies import Workload
 
 
 class Sampler(Protocol):

@@ -8,7 +8,7 @@ instead of one, and about 2 t / b with the geometric strategy (`SingleStep`).
 The numbers of a block are a function of a secret key and an address: the parameter's name, this process's slice, the
 block and the step. Stored noise is made from the same numbers, block by block, so both give the same noise, bit by bit,
 and a run may store only part of it. The key is taken from the operating system at each start and resume. It stays in
-this process's memory (`dpllm.mechanism.keys`): anyone who has it can subtract all noise of the run.
+this process's memory (`dpllm.mechanism.chacha20`): anyone who has it can subtract all noise of the run.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dpllm.mechanism.correlated import StepOrder
 from dpllm.mechanism.generators import ENTRIES_AT_A_TIME, NoiseSource
 from dpllm.mechanism.limits import NOISE_MEMORIES
 from dpllm.mechanism.noise import slice_of
-from dpllm.mechanism.order import StepOrder
 from dpllm.mechanism.parts import Noise, NoiseStream, Normals, SingleStep
 
 if TYPE_CHECKING:

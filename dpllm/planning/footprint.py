@@ -48,7 +48,7 @@ from dpllm.ghost.parameters import logits_outweigh
 from dpllm.mechanism.catalogue import noise_of
 from dpllm.mechanism.generators import ENTRIES_AT_A_TIME
 from dpllm.mechanism.parts import Draw, Spec
-from dpllm.mechanism.workload import Workload
+from dpllm.mechanism.strategies import Workload
 from dpllm.models.losses import CHUNK_ENTRIES
 from dpllm.planning.model_shape import Block, Linear, ModelShape, shape_of_model
 from dpllm.privacy.plan import PrivacyPlan

@@ -4,7 +4,7 @@
 
 Derivation, for the expected loss of a quadratic model. Direction i has curvature h_i, and the start is Δ_i away from
 the optimum in it. With learning rate η the released weights follow a constant gradient by ηA, where A is the sum of the
-workload's response w (`dpllm.mechanism.workload`), and they contain noise of standard deviation ηN, where N = ‖wᵀM⁻¹‖
+workload's response w (`dpllm.mechanism.strategies`), and they contain noise of standard deviation ηN, where N = ‖wᵀM⁻¹‖
 in units of σC/b. Then
 
     2 E L(η) = Σ_i h_i Δ_i² exp(-2 η A h_i) + η² N² Σ_i h_i,

@@ -10,7 +10,7 @@ Terms. b units are expected in a step, T steps are taken, σ keeps the run withi
   quality of private training depends on σ/b and on T, and hardly on b and σ separately ("Scaling Laws for
   Differentially Private Language Models", arXiv:2501.18914, used to set up VaultGemma, arXiv:2510.15001).
 * *Predicted noise* (σ/b) ‖wᵀM⁻¹‖ / Σw: the standard deviation of the noise in the released weights over their response
-  to a constant gradient of norm C, with the run's response w (`dpllm.mechanism.workload`) and the noise's
+  to a constant gradient of norm C, with the run's response w (`dpllm.mechanism.strategies`) and the noise's
   correlation M. With independent noise and equal steps it is σ / (b √T).
 * *Cumulative signal-to-noise ratio* √T b/σ, with independent noise: the sum of T averaged gradients has T times the
   signal of one and √T times its noise. Its unit is (signal per step)/C, which is assumed to be the same at all points.
@@ -61,7 +61,7 @@ from dpllm.mechanism.catalogue import spec_of
 from dpllm.mechanism.events import Event
 from dpllm.mechanism.noise import IndependentNoise
 from dpllm.mechanism.parts import Draw, Noise
-from dpllm.mechanism.workload import Workload
+from dpllm.mechanism.strategies import Workload
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.calibration import least_noise, require_target
 from dpllm.privacy.gaussian import gaussian_distance

@@ -42,7 +42,7 @@ from dpllm.config.versions import has_format, other_format
 from dpllm.mechanism.catalogue import from_fields, to_fields
 from dpllm.mechanism.events import Event
 from dpllm.mechanism.limits import ADJACENCIES, MAX_TARGET_EPSILON
-from dpllm.mechanism.several import Several
+from dpllm.mechanism.query import Several
 from dpllm.privacy import accounting
 from dpllm.privacy.accounting import History, merge
 from dpllm.privacy.budget_lock import BudgetError as BudgetError

@@ -16,7 +16,7 @@ import numpy as np
 from dpllm.mechanism.limits import MAX_TARGET_EPSILON
 from dpllm.mechanism.noise import IndependentNoise
 from dpllm.mechanism.parts import Draw, Noise
-from dpllm.mechanism.workload import Workload
+from dpllm.mechanism.strategies import Workload
 from dpllm.privacy.calibration import least_noise
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from dpllm.mechanism.catalogue import clipping_of, noise_of, spec_of, with_rando
 from dpllm.mechanism.events import Event
 from dpllm.mechanism.parts import Draw, Mechanism, Noise, Spec
 from dpllm.mechanism.selection import Selection, selected_run
-from dpllm.mechanism.workload import Workload
+from dpllm.mechanism.strategies import Workload
 from dpllm.privacy.calibration import calibrate, choose_max_batch_size, steps_within
 from dpllm.privacy.defaults import batch_size
 from dpllm.privacy.ledger_reader import LedgerContents

@@ -16,7 +16,7 @@ from typing import Any
 from dpllm.mechanism.catalogue import from_fields, to_fields
 from dpllm.mechanism.events import Event
 from dpllm.mechanism.limits import MAX_STEPS, RANDOMNESS
-from dpllm.mechanism.several import Several
+from dpllm.mechanism.query import Several
 from dpllm.privacy.accounting import merge
 from dpllm.privacy.ledger_reader import LedgerContents
 from dpllm.privacy.plan import PrivacyPlan

@@ -414,7 +414,7 @@ class PrivateRun:
 
         Raises:
             ValueError: the plan has no step left; with several processes, the last step failed half-way; or a unit was
-                drawn again too early for noise that is correlated over steps (`dpllm.mechanism.order.UnitsApart`).
+                drawn again too early for noise that is correlated over steps (`dpllm.mechanism.correlated.UnitsApart`).
             DrawError: ``present_N`` has a wrong shape or dtype; nothing is drawn.
             LedgerError: a step cannot be charged.
             DisagreementError: a process draws more often or less often than the others.

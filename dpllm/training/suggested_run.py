@@ -20,7 +20,7 @@ from dpllm.data.units import UnitIndex
 from dpllm.mechanism.blt import BltNoise
 from dpllm.mechanism.noise import IndependentNoise
 from dpllm.mechanism.parts import Noise, Spec
-from dpllm.mechanism.workload import Workload
+from dpllm.mechanism.strategies import Workload
 from dpllm.privacy import defaults
 from dpllm.privacy.noise_choice import Prediction, predicted_noise, prediction
 from dpllm.privacy.plan import PrivacyPlan

@@ -1,7 +1,7 @@
 """Compute the workload of a run: how momentum, learning rates and averaging carry noise into the released weights.
 
 It follows from the training arguments, before the plan. The planner designs correlated noise for it
-(`dpllm.mechanism.workload`). The numbers are public, and cannot change ε.
+(`dpllm.mechanism.strategies`). The numbers are public, and cannot change ε.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.optimization import get_scheduler
 
 from dpllm.mechanism.averages import Average, average_of, weights_of
-from dpllm.mechanism.workload import Workload
+from dpllm.mechanism.strategies import Workload
 from dpllm.training.corrected_adamw import asked_second_moment
 
 

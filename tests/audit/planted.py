@@ -30,7 +30,7 @@ from dpllm.mechanism.blt import BltNoise
 from dpllm.mechanism.catalogue import spec_of
 from dpllm.mechanism.parts import Draw, Spec
 from dpllm.mechanism.query import Query
-from dpllm.mechanism.workload import Workload
+from dpllm.mechanism.strategies import Workload
 from dpllm.methods.aggregate.thresholded import ThresholdedCounts
 from dpllm.methods.attacks.answers import run_rounds, run_trials
 from dpllm.methods.attacks.command import probe_of

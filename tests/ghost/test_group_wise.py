@@ -12,9 +12,8 @@ from dpllm.ghost.errors import GhostError
 from dpllm.ghost.sums import GroupFactors
 from dpllm.mechanism.catalogue import CLIPPINGS
 from dpllm.mechanism.clipping import FlatClipping
-from dpllm.mechanism.group_clipping import GroupClipping
+from dpllm.mechanism.group_clipping import GroupClipping, PerLayerClipping
 from dpllm.mechanism.parts import SeparateGroups, SizedGroups, Spec
-from dpllm.mechanism.per_layer import PerLayerClipping
 from tests.ghost.alive import Watch
 from tests.ghost.loop import flat, row_gradients
 from tests.ghost.test_groups import Halves

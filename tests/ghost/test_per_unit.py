@@ -10,7 +10,7 @@ from transformers import BigBirdConfig, BigBirdForCausalLM, LlamaForCausalLM
 
 from dpllm import ClipResult, GhostClipper, GhostError, PerUnitClipper, per_sequence_loss
 from dpllm.mechanism.clipping import FlatClipping
-from dpllm.mechanism.per_layer import PerLayerClipping
+from dpllm.mechanism.group_clipping import PerLayerClipping
 from tests.conftest import tiny_llama_config
 from tests.ghost.loop import flat, perturbed
 from tests.mutations import kills

@@ -18,7 +18,7 @@ from dpllm import GhostClipper
 from dpllm.config import ConfigError, ModelConfig, load_recipe
 from dpllm.ghost.refusals import scales_of
 from dpllm.ghost.sums import Sum
-from dpllm.mechanism.workload import Workload
+from dpllm.mechanism.strategies import Workload
 from dpllm.models.load import DTYPES, prepare_model
 from dpllm.models.quantization import config_for, make_ready
 from dpllm.models.tasks import default_row_loss

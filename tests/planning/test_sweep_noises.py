@@ -11,7 +11,7 @@ from dpllm.mechanism.blt import BltNoise
 from dpllm.mechanism.catalogue import noise_of
 from dpllm.mechanism.noise import IndependentNoise
 from dpllm.mechanism.parts import Draw, Spec
-from dpllm.mechanism.workload import Workload
+from dpllm.mechanism.strategies import Workload
 from dpllm.planning.sweep import Sweep, recommend, sweep
 from dpllm.planning.sweep_text import recommendation_text, sweep_rows
 from dpllm.privacy.noise_choice import predicted_noise

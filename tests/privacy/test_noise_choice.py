@@ -8,8 +8,7 @@ import pytest
 from dpllm.config import ConfigError, PrivacyConfig
 from dpllm.mechanism.banded import BandedNoise
 from dpllm.mechanism.parts import Draw
-from dpllm.mechanism.strategies import best_ratio, coefficients
-from dpllm.mechanism.workload import Workload
+from dpllm.mechanism.strategies import Workload, best_ratio, coefficients
 from dpllm.privacy import noise_choice
 from dpllm.privacy.calibration import calibrate, least_noise
 from dpllm.privacy.noise_choice import NEARLY_LEAST, nearly_least, predicted_noise, prediction
