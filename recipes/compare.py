@@ -27,9 +27,9 @@ from transformers import Trainer
 
 from dpllm.audit.bounds import AuditError
 from dpllm.audit.canaries import CanarySet
-from dpllm.audit.membership import interval
 from dpllm.audit.result import AuditResult, json_text
 from dpllm.audit.run import audit_run
+from dpllm.audit.scores import interval
 from dpllm.config import PRETRAINED_FOLDER, RECIPE_FILE, Recipe, load_recipe, save_recipe
 from dpllm.config.mistakes import print_any_character, tell, words_of
 from dpllm.config.recipe import refuse_trainer

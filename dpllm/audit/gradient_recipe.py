@@ -21,8 +21,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from dpllm.audit.bounds import CONFIDENCE, AuditError
-from dpllm.audit.gradient import Basis, Design, Restarts, Steps, observe, unit_gradients
-from dpllm.audit.gradient_attacks import judge_releases
+from dpllm.audit.gradient import Basis, Design, Restarts, Steps, judge_releases, observe, unit_gradients
 from dpllm.audit.result import AuditResult
 from dpllm.config import PrivacyConfig, Recipe
 from dpllm.config.recipe import refuse_trainer

@@ -18,7 +18,7 @@ from scipy import stats
 
 from dpllm.audit.bounds import CONFIDENCE, Claim
 from dpllm.privacy.accounting import History, epsilon, merge
-from dpllm.privacy.gaussian import gaussian_distance
+from dpllm.privacy.risk import gaussian_distance
 from dpllm.privacy.rounding import up
 
 WEAKER = {"σ/√2": math.sqrt(2), "σ/2": 2.0}

@@ -21,8 +21,7 @@ from dpllm.config.values import between, choice, flag, integer, nearest, number
 if TYPE_CHECKING:
     from dpllm.config import DataConfig
     from dpllm.data.columns import Columns
-    from dpllm.models.local_model import ModelAtHand
-    from dpllm.planning.new_recipe import NewRecipe, Wishes
+    from dpllm.planning.new_recipe import ModelAtHand, NewRecipe, Wishes
 
 EPSILON = 8.0
 RECORD = "record"
@@ -414,7 +413,7 @@ def _model(ask: _Questions, given: _Given) -> tuple[str, ModelAtHand | None]:
     def check(name: str) -> tuple[str, ModelAtHand | None]:
         place = Path(_some_text(name)).expanduser()
         typer.echo(f"looking at the model {name}; this loads torch")
-        from dpllm.models.local_model import model_at_hand
+        from dpllm.planning.new_recipe import model_at_hand
 
         path = str(place) if place.is_dir() else name
         return path, model_at_hand(path)

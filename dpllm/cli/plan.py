@@ -170,8 +170,14 @@ def memory(
 ) -> None:
     """Print the memory and traffic of a GPU, computed by formulas: neither private data nor a GPU is needed."""
     path, loaded = recipe, training_recipe(recipe, overrides)
-    from dpllm.planning.footprint import engines_for, footprint_of_recipe
-    from dpllm.planning.footprint_text import NATURE, comparison_rows, footprint_rows, setting_of
+    from dpllm.planning.footprint import (
+        NATURE,
+        comparison_rows,
+        engines_for,
+        footprint_of_recipe,
+        footprint_rows,
+        setting_of,
+    )
     from dpllm.planning.model_shape import row_by_row_modules, row_by_row_words
     from dpllm.privacy.defaults import LARGEST_BATCH
     from dpllm.training.arguments import training_arguments

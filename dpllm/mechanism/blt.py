@@ -7,9 +7,10 @@ McMahan et al. 2024, arXiv:2408.08868).
 
 **Why the charge is right.** All n steps from a start are one Gaussian release of M G, where the rows of G are the sums
 of the steps: the release is M⁻¹(M G + σC Z), and M⁻¹ is public. One unit changes M G by at most s(n)·C, the sensitivity
-below, which is exact for at most k steps of a unit that are at least b apart. So the n steps cost one Gaussian sum over all units with noise multiplier σ / s(n). Gradients may depend on earlier releases,
-because M is lower triangular and the noise is Gaussian (Denisov et al. 2022, arXiv:2202.08312, theorem 2.1). Under
-replace-one a unit keeps its places and changes each sum by up to 2C, so the noise multiplier is halved.
+below, which is exact for at most k steps of a unit that are at least b apart. So the n steps cost one Gaussian sum over
+all units with noise multiplier σ / s(n). Gradients may depend on earlier releases, because M is lower triangular and
+the noise is Gaussian (Denisov et al. 2022, arXiv:2202.08312, theorem 2.1). Under replace-one a unit keeps its places
+and changes each sum by up to 2C, so the noise multiplier is halved.
 
 * *A run that ends early*: s(n) of the n drawn steps. It increases with n, and s(T) of a complete run is 1.
 * *A resume*: a fresh order and fresh noise. A unit may take part in all its steps before and all its steps after the

@@ -16,10 +16,10 @@ neighbouring numbers are as fine in the tail as elsewhere. In float32 the result
 **Limit.** As with every generator of floating-point numbers, the result is a rounded Gaussian (Mironov 2012). This
 level removes the doubt about the source of the bits, but not the one about rounding.
 
-**Keys.** They are derived by HKDF-SHA256. Most noise is drawn from fresh entropy, once, and needs no key. Noise that a run must be able to draw a second time is a
-function of a secret key and an address: the step, the parameter and the position of its entries. Anyone with the key
-can subtract the noise from the releases. So it stays in memory: no method returns it, and it cannot be copied, pickled
-or used in a forked process.
+**Keys.** They are derived by HKDF-SHA256. Most noise is drawn from fresh entropy, once, and needs no key. Noise that a
+run must be able to draw a second time is a function of a secret key and an address: the step, the parameter and the
+position of its entries. Anyone with the key can subtract the noise from the releases. So it stays in memory: no method
+returns it, and it cannot be copied, pickled or used in a forked process.
 
 The operating system may still write memory to disk, when it swaps or dumps a crashed process.
 """

@@ -1,6 +1,7 @@
 """Clipping by parameter groups or layers, each with a share of C, and clipping to a quantile of the norms.
 
-**A quantile.** The threshold follows it by a noisy count that is part of each step's event. Step t has a threshold Q_t, which is fixed before the step. A unit contributes two things to it:
+**A quantile.** The threshold follows it by a noisy count that is part of each step's event. Step t has a threshold Q_t,
+which is fixed before the step. A unit contributes two things to it:
 
 * its gradient, clipped to Q_t and scaled by C / Q_t. Its norm is at most C, whatever Q_t is. Andrew et al. add noise of
   standard deviation σ_g Q_t to the sum of gradients clipped to Q_t; here sum and noise are divided by Q_t and

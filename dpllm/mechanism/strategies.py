@@ -19,7 +19,8 @@ all steps. Curvature of the loss and weight decay, which reduce early noise, are
 
 `KnownNoise` is the variance of the noise in a run's gradients, which an optimizer can subtract
 (`dpllm.training.corrected_adamw`). Only public constants enter, so this is post-processing, and ε does not depend on
-it."""
+it.
+"""
 
 from __future__ import annotations
 

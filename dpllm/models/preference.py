@@ -246,7 +246,7 @@ def pair_log_probs(model: Any, inputs: Mapping[str, Any], tail_weight: float | N
     Args:
         model: a causal language model.
         inputs: ``input_ids``, ``attention_mask`` and ``labels`` (B, T) of each of `SIDES`, such as
-            ``chosen_input_ids`` (`dpllm.data.preferences.PairCollator`).
+            ``chosen_input_ids`` (`dpllm.data.examples.PairCollator`).
         tail_weight: as for `PairLoss`.
     """
     counts_B2 = torch.stack([(inputs[f"{side}_labels"][:, 1:] != IGNORE).sum(1) for side in SIDES], 1)

@@ -2,7 +2,7 @@
 
 This happens before a run. `dpllm.privacy.calibration` finds σ at every point of a grid, with independent noise or with
 every noise that a recipe allows, and one point is recommended. Nothing is trained, and no private data are read.
-`dpllm.planning.sweep_text` formats the result as text, `dpllm.planning.sweep_figure` draws it.
+`dpllm.planning.sweep_text` formats the result as text, `dpllm.planning.sweep_text` draws it.
 
 Terms. b units are expected in a step, T steps are taken, σ keeps the run within the budget (ε, δ), C is the clip norm.
 
@@ -64,8 +64,8 @@ from dpllm.mechanism.parts import Draw, Noise
 from dpllm.mechanism.strategies import Workload
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.calibration import least_noise, require_target
-from dpllm.privacy.gaussian import gaussian_distance
 from dpllm.privacy.noise_choice import nearly_least
+from dpllm.privacy.risk import gaussian_distance
 from dpllm.privacy.rounding import format_delta, format_delta_limit
 
 NEARLY_BEST = 0.9

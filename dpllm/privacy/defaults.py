@@ -6,7 +6,7 @@ reads a record. Each rule returns the value and its reason with its source; wher
 so.
 
 How many units are needed. At one compute, the quality of private training follows the ratio of signal to noise, which
-is at most N μ(ε, δ): μ is the distance of two unit normals that are (ε, δ) apart (`dpllm.privacy.gaussian`). One
+is at most N μ(ε, δ): μ is the distance of two unit normals that are (ε, δ) apart (`dpllm.privacy.risk`). One
 fine-tuning was measured at three ε (`docs/correlated_noise.md`, `benchmarks/utility.py`: stories260K on 5 000 records
 of E2E, all weights trained, 16 bands, average of the weights). The rule takes N such that N μ is as there. This scales
 one measurement of one small model; it is not a law.
@@ -18,7 +18,7 @@ import math
 from dataclasses import dataclass
 
 from dpllm.config import PrivacyConfig
-from dpllm.privacy.gaussian import gaussian_distance
+from dpllm.privacy.risk import gaussian_distance
 
 UNITS_PER_STEP = 1 / 40
 """q of both plans whose settings were compared: 128 of 5 000 units, 1024 of 42 061."""

@@ -20,7 +20,7 @@ from dpllm.config.files import write_file
 from dpllm.config.versions import has_format, other_format
 from dpllm.mechanism.limits import ADJACENCIES, RANDOMNESS
 from dpllm.mechanism.parts import Draw, Spec
-from dpllm.privacy.guarantee import Guarantee
+from dpllm.privacy.accounting import Guarantee
 from dpllm.privacy.rounding import format_delta_limit
 
 if TYPE_CHECKING:

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dpllm.mechanism.events import Event
-from dpllm.privacy.accounting import merge, of_starts
+from dpllm.privacy.accounting import Guarantee, merge, of_starts
 from dpllm.privacy.calibration import steps_within
-from dpllm.privacy.guarantee import Guarantee
 from dpllm.privacy.ledger_reader import LedgerContents
 
 if TYPE_CHECKING:

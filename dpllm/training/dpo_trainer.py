@@ -1,6 +1,6 @@
 """DPDPOTrainer: private preference tuning with the options and the data shapes of TRL's ``DPOTrainer``.
 
-It makes a row from each pair of answers (`dpllm.data.preferences`), computes the reference of each pair, and passes
+It makes a row from each pair of answers (`dpllm.data.examples`), computes the reference of each pair, and passes
 both to `dpllm.DPTrainer`, from which it inherits steps, checks and report. It inherits from no class of TRL's trainers,
 so no option is silently ignored (`dpllm.training.trl_arguments`).
 """
@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dpllm.config import ConfigError, PrivacyConfig
-from dpllm.data.examples import Tokens
-from dpllm.data.preferences import PairCollator, Preferences, reference_in, shares_prompts
+from dpllm.data.examples import PairCollator, Preferences, Tokens, reference_in, shares_prompts
 from dpllm.engines.processes import Processes
 from dpllm.models.starting_point import check_start, edited_start
 from dpllm.models.tasks import RowLoss

@@ -29,7 +29,7 @@ from dpllm.config.metrics import METRICS
 from dpllm.data.labels import IGNORE
 from dpllm.data.records import DataError
 from dpllm.data.rows import RowCollator
-from dpllm.data.word_alignment import aligned
+from dpllm.data.tokenization import aligned
 from dpllm.engines.processes import Processes
 from dpllm.models.writing import continuations
 from dpllm.training.evaluation import Measurement, measure

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from dpllm.config import ConfigError
 from dpllm.config.tasks import Score
-from dpllm.data.preferences import LOG_PROBS, PairCollator
+from dpllm.data.examples import LOG_PROBS, PairCollator
 from dpllm.engines.processes import Processes
 from dpllm.models.preference import PairLoss, answer_tokens, pair_log_probs
 from dpllm.training.choose_clipper import in_mode
@@ -55,7 +55,7 @@ class PairLosses:
 
         Args:
             model: model to call.
-            inputs: inputs by `dpllm.data.preferences.PairCollator`, on the model's device.
+            inputs: inputs by `dpllm.data.examples.PairCollator`, on the model's device.
         """
         return self.scored(model, inputs)[0]
 
@@ -83,7 +83,7 @@ def reference_log_probs(
 
     Args:
         model: the reference, unsharded.
-        dataset: rows of `dpllm.data.preferences.Preferences`.
+        dataset: rows of `dpllm.data.examples.Preferences`.
         collate: makes inputs from rows.
         tail_weight: as for `PairLoss`.
         device: device on which the model runs.

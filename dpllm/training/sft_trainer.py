@@ -1,6 +1,6 @@
 """DPSFTTrainer: private supervised fine-tuning with the options and the data shapes of TRL's ``SFTTrainer``.
 
-It makes rows from examples (`dpllm.data.supervised`) and passes them to `dpllm.DPTrainer`, from which it inherits
+It makes rows from examples (`dpllm.data.examples`) and passes them to `dpllm.DPTrainer`, from which it inherits
 steps, checks and report. TRL prepares conversations and templates. DPSFTTrainer inherits from no class of TRL's
 trainers, so no option is silently ignored (`dpllm.training.trl_arguments`).
 """
@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 
 from dpllm.config import ConfigError, PrivacyConfig
 from dpllm.config.values import flag
-from dpllm.data.examples import Tokens
-from dpllm.data.supervised import Supervised
+from dpllm.data.examples import Supervised, Tokens
 from dpllm.engines.processes import Processes
 from dpllm.training.argument_table import ARGUMENTS, Argument
 from dpllm.training.trainer import DPTrainer

@@ -17,8 +17,8 @@ from torch import nn
 from transformers import TrainingArguments
 
 from dpllm.config import ConfigError, PrivacyConfig
+from dpllm.data.examples import PairCollator
 from dpllm.data.lengths import Limits, row_lengths
-from dpllm.data.preferences import PairCollator
 from dpllm.data.records import contents_of
 from dpllm.data.rows import PackedCollator, unit_index_of
 from dpllm.data.single_rows import StoredRows

@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from dpllm.config import ConfigError, PrivacyConfig
 from dpllm.models.inputs import align_padding
-from dpllm.models.loading import load_pretrained, not_loaded
+from dpllm.models.load import load_pretrained, not_loaded
 from dpllm.models.tasks import task_of
 from dpllm.training.arguments import checked_arguments, read_privacy
 

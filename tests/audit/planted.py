@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from dpllm import PrivacyConfig, PrivacyPlan, PrivateRun, TrainingRows, make_plan, per_sequence_loss
-from dpllm.audit.gradient import Basis, Design, Restarts, Steps, observe, unit_gradients
-from dpllm.audit.gradient_attacks import judge_releases
+from dpllm.audit.gradient import Basis, Design, Restarts, Steps, judge_releases, observe, unit_gradients
 from dpllm.audit.result import AuditResult
 from dpllm.data.units import UnitIndex
 from dpllm.mechanism.averages import MovingAverage

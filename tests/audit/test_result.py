@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dpllm.audit.bounds import AuditError, one_run_bounds
-from dpllm.audit.families import plan_family
-from dpllm.audit.figure import plot_audit
+from dpllm.audit.bounds import AuditError, one_run_bounds, plan_family
 from dpllm.audit.power import NoiseTest, power, power_in_words
-from dpllm.audit.result import CONSISTENT, FAIL, NO_CLAIM, allowed_rates, json_text, judge, tpr_confidence
+from dpllm.audit.result import CONSISTENT, FAIL, NO_CLAIM, allowed_rates, json_text, judge, plot_audit, tpr_confidence
 from dpllm.audit.roc import highest_fpr, tpr_at
 from dpllm.mechanism.events import Step
 from dpllm.privacy.accounting import epsilon
