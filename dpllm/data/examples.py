@@ -249,10 +249,6 @@ def store_rows(
 def refuse_unprepared(dataset: Any, words: str) -> None:
     """Check that examples can be read one after the other, each by itself.
 
-    Args:
-        dataset: to prepare.
-        words: its name, for messages.
-
     Raises:
         ConfigError: it is no `datasets.Dataset`, computes its rows when they are read, or has images.
     """

@@ -247,9 +247,6 @@ class BandedNoise:
     def column(self, num_steps: int) -> tuple[float, ...]:
         """Return c, the first column of M.
 
-        Args:
-            num_steps: T of the plan.
-
         Raises:
             ValueError: its numbers are not chosen.
         """

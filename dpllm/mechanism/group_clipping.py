@@ -95,9 +95,6 @@ class GroupClipping(NormBound):
     def groups(self, shapes: Mapping[str, tuple[int, ...]]) -> Sequence[Sequence[str]]:
         """Return the names of the trainable parameters of each group, in the order of the groups' names.
 
-        Args:
-            shapes: name and shape of each trainable parameter.
-
         Raises:
             ValueError: a parameter is in no group or in two, or a group has none.
 

@@ -51,11 +51,7 @@ class Clipping(Protocol):
         ...
 
     def groups(self, shapes: Mapping[str, tuple[int, ...]]) -> Sequence[Sequence[str]]:
-        """Return the names of each group's parameters, with each parameter in one group.
-
-        Args:
-            shapes: name and shape of each trainable parameter.
-        """
+        """Return the names of each group's parameters, with each parameter in one group."""
         ...
 
     def factors(self, norm_GU: Tensor) -> Tensor:

@@ -298,10 +298,6 @@ def rounded(column: Sequence[float]) -> tuple[float, ...]:
 def coefficients(bands: int, num_steps: int) -> tuple[float, ...]:
     """Return the free column for prefix sums, for noise with only its bands given.
 
-    Args:
-        bands: b.
-        num_steps: T.
-
     >>> [round(value, 4) for value in coefficients(2, 410)]
     [0.7643, 0.6449]
     """
@@ -332,12 +328,7 @@ class KnownNoise:
 
     @classmethod
     def of(cls, mechanism: Mechanism, num_steps: int) -> KnownNoise:
-        """Return the noise of a run's gradients, which are divided by the expected batch size.
-
-        Args:
-            mechanism: of the plan.
-            num_steps: T of the plan.
-        """
+        """Return the noise of a run's gradients, which are divided by the expected batch size."""
         response = inverse(mechanism.noise.column(num_steps), num_steps)
         return cls(tuple(response.tolist()), mechanism.noise_stddev / mechanism.draw.expected_batch_size)
 

@@ -149,9 +149,6 @@ def _embedding_rows(base: nn.Module, folder: Path) -> int | None:
 def changes_of_base(model: Any) -> tuple[dict[str, Any], int | None]:
     """Return how the model below an adapter differs from its files, which the model card states.
 
-    Args:
-        model: model with an adapter.
-
     Returns:
         The arguments of ``from_pretrained`` that give the base model its head, classes and padding, and the
         number of rows of its embedding if tokens were added (None: as many as in its files).
@@ -257,11 +254,6 @@ def not_loaded(what: str, name: str, error: Exception) -> ConfigError:
 
 def check_adapter_names(base: nn.Module, config: LoraConfig, source: str = "model.adapter") -> None:
     """Check that every module that LoRA names is in the model; peft silently skips unknown names.
-
-    Args:
-        base: model to which the adapter is added.
-        config: description of the adapter.
-        source: name of the description, for the message.
 
     Raises:
         ConfigError: a name matches no module.

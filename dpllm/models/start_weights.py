@@ -99,11 +99,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def trace_of_training(folder: Path) -> str | None:
-    """Return a file or folder that a training left with the weights, in checkpoints below them or next to their folder.
-
-    Args:
-        folder: folder with the weights.
-    """
+    """Return a file or folder that a training left with the weights, in checkpoints below them or next to their folder."""
     found = [path for pattern in (*_OF_TRAINING, *_OF_CHECKPOINTS) for path in sorted(folder.glob(pattern))]
     if found:
         return found[0].relative_to(folder).as_posix()
@@ -142,9 +138,6 @@ def refuse_other_base(folder: Path) -> None:
     """Check that the adapter in a folder is added to the starting weights on which it was trained.
 
     Weights that the run itself trained on public text are named by its ledger, and are checked with its other files.
-
-    Args:
-        folder: folder of a run, of a checkpoint or of a copy, with its ledger.
 
     Raises:
         ConfigError: see `refuse_other_start`.
@@ -206,11 +199,7 @@ class WeightSample:
         self._shapes, self._entries = _sample(model)
 
     def changed(self, model: nn.Module) -> list[str]:
-        """Return the names of the tensors whose values have changed; waits for the devices.
-
-        Args:
-            model: the model of the sample, or one that replaced it.
-        """
+        """Return the names of the tensors whose values have changed; waits for the devices."""
         shapes, entries = _sample(model)
         same = [key for key, shape in shapes.items() if self._shapes.get(key) == shape]
         return sorted({key[0] for key in same if not _is_same(self._entries[key], entries[key])})

@@ -167,10 +167,6 @@ def edited_start(model: Any, start_is_independent: bool) -> list[str]:
 def refuse_private_start(name: str | None, start_is_independent: bool) -> list[str]:
     """Check that a stored model is independent of private records, for settings that must not depend on them.
 
-    Args:
-        name: folder of the model, or its name on the Hub.
-        start_is_independent: the declaration that it is independent of the private records.
-
     Returns:
         Open points for a report: traces of ordinary training with the weights, unless declared.
 

@@ -370,13 +370,7 @@ def _share(size: int, group: int) -> int:
 
 
 def _keeps_whole_sums(shape: ModelShape, run: Run, weights: int) -> bool:
-    """Return whether a GPU keeps whole sums between microbatches, by the rules of `dpllm.engines.local_sums`.
-
-    Args:
-        shape: shape of the model.
-        run: the run.
-        weights: bytes of all weights.
-    """
+    """Return whether a GPU keeps whole sums between microbatches, by the rules of `dpllm.engines.local_sums`."""
     if not (run.shards_weights or run.engine == "zero2") or run.num_microbatches == 1:
         return False
     held = _share(weights, run.num_gpus) if run.shards_weights else weights

@@ -78,9 +78,6 @@ class ModelAtHand:
 def model_at_hand(name: str) -> ModelAtHand | None:
     """Return the facts of a model in a folder or in the cache of the Hub; None if it is not on this machine.
 
-    Args:
-        name: a folder, or a Hub id.
-
     Raises:
         ConfigError: there is no such folder, or its files are damaged.
     """
@@ -230,10 +227,6 @@ class NewRecipe:
 
 def new_recipe(wishes: Wishes, at_hand: ModelAtHand | None) -> NewRecipe:
     """Return the recipe for a person's wishes; the records are read once.
-
-    Args:
-        wishes: what was decided.
-        at_hand: the model, if it is on this machine.
 
     Raises:
         ConfigError: the format, the task and the model do not fit, or the model was trained on private records.

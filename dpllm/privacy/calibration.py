@@ -109,9 +109,6 @@ def choose_max_batch_size(
 def require_target(target_epsilon: float) -> None:
     """Refuse an ε that is not allowed as the target of a run or a budget.
 
-    Args:
-        target_epsilon: ε.
-
     Raises:
         ValueError: it is not above 0, not finite, below the smallest ε that is stated, or above `MAX_TARGET_EPSILON`.
 

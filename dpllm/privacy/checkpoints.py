@@ -97,9 +97,6 @@ def discard_staging(output_dir: str | Path) -> None:
     Also call it after a save has failed on a full disk: the ledger and the report need room for their last lines. A
     checkpoint that was being replaced when the process died gets its name back.
 
-    Args:
-        output_dir: output folder of the run.
-
     Raises:
         OSError: a file or folder cannot be removed or renamed.
     """
@@ -118,10 +115,6 @@ def saving(output_dir: str | Path, step: int) -> Iterator[Path]:
     Every failure is translated, not only those of the file system: on a full disk `torch.save` raises a RuntimeError
     about stream positions, safetensors raises its own error, and torch.distributed.checkpoint raises one that is not an
     Exception.
-
-    Args:
-        output_dir: output folder of the run.
-        step: the step that is saved.
 
     Raises:
         CheckpointError: saving failed; the message gives the reason, the file, the free space of the disk, and the last
@@ -209,9 +202,6 @@ def publish(
 
 def verify(checkpoint: str | Path) -> None:
     """Check a checkpoint against its manifest; files that were added later are ignored, and so are `DOCUMENTS`.
-
-    Args:
-        checkpoint: the folder.
 
     Raises:
         CheckpointError: there is no manifest or it cannot be read, or a file is missing or differs in length or
@@ -315,9 +305,6 @@ def differing(folder: str | Path, entries: Mapping[str, Mapping[str, Any]]) -> d
 
 def latest_whole(output_dir: str | Path) -> tuple[Path | None, list[tuple[Path, str]]]:
     """Find the checkpoint to resume from. Nothing is changed, so any process may call it.
-
-    Args:
-        output_dir: output folder of the run.
 
     Returns:
         The checkpoint of the latest step that verifies, or None; and the folders that were skipped, with the reason:

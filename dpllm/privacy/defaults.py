@@ -177,13 +177,7 @@ def rate_range(rate: float, adapter: bool) -> tuple[float, float]:
 
 
 def range_words(rate: float, adapter: bool, correlated: bool) -> str:
-    """Return a remark on the learning rates around the computed one.
-
-    Args:
-        rate: the computed one.
-        adapter: whether an adapter is trained.
-        correlated: whether the noise is correlated.
-    """
+    """Return a remark on the learning rates around the computed one."""
     low, high = rate_range(rate, adapter)
     span = "a quarter to four times" if adapter else "half to twice"
     if adapter:

@@ -145,12 +145,7 @@ class Prediction:
 
 
 def prediction(plan: PrivacyPlan, workload: Workload) -> Prediction | None:
-    """Predict the noise of the released weights; None if the noise is independent, or ε is infinite.
-
-    Args:
-        plan: the plan of a run.
-        workload: the map from the noise of the steps to the released weights.
-    """
+    """Predict the noise of the released weights; None if the noise is independent, or ε is infinite."""
     mechanism, target = plan.mechanism, plan.epsilon_under(plan.adjacency)
     if plan.selection is not None:  # its ε is not the ε of one run
         return None

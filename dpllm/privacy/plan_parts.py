@@ -241,27 +241,15 @@ class Plan(PlannedUnit):
         raise NotImplementedError
 
     def stops_independently(self, contents: LedgerContents) -> bool:
-        """Return whether ε covers only the charged steps, as the stop was declared independent of data and releases.
-
-        Args:
-            contents: the contents of the run's ledger.
-        """
+        """Return whether ε covers only the charged steps, as the stop was declared independent of data and releases."""
         raise NotImplementedError
 
     def unplanned(self, contents: LedgerContents) -> str | None:
-        """Return in words what a ledger charges that is not planned; None if there is nothing.
-
-        Args:
-            contents: the contents of the run's ledger.
-        """
+        """Return in words what a ledger charges that is not planned; None if there is nothing."""
         raise NotImplementedError
 
     def stated_steps(self, contents: LedgerContents) -> tuple[tuple[Event, int], ...]:
-        """Return the steps of this run whose ε is stated, without those of the run on which it builds.
-
-        Args:
-            contents: the contents of the run's ledger.
-        """
+        """Return the steps of this run whose ε is stated, without those of the run on which it builds."""
         raise NotImplementedError
 
     @property

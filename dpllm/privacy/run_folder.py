@@ -142,9 +142,6 @@ def adopt(folder: str | Path) -> int:
     The ledger then has an open point about it; `dpllm.report.model_card.adopt_run` rewrites the report and the card. A
     budget entry still refuses a copy whose original was resumed.
 
-    Args:
-        folder: folder of a run.
-
     Returns:
         The steps that it charges.
 
@@ -230,10 +227,6 @@ def public_start_differences(contents: LedgerContents, folder: str | Path) -> li
     """Compare the files of the public training with those at the start of the run.
 
     An adapter is trained on these weights: with different weights it is a different model.
-
-    Args:
-        contents: contents of the ledger.
-        folder: folder of the run.
 
     Returns:
         The files that differ and those that may hold additional weights, each with the difference; None if the ledger

@@ -160,9 +160,6 @@ def receivers(callbacks: Iterable[Any]) -> str:
 
     This includes the integrations that transformers adds automatically if ``report_to`` is "all".
 
-    Args:
-        callbacks: the Trainer's callbacks.
-
     >>> receivers([])
     "the Trainer's state"
     """
@@ -243,9 +240,6 @@ def own_callbacks(callbacks: Iterable[Any]) -> list[str]:
     dpllm cannot know what they do. A callback that runs only before the first step or after the last is left out, since
     it sees no loss.
 
-    Args:
-        callbacks: the Trainer's callbacks.
-
     >>> early = type("A", (), {"__module__": "mine", "on_train_begin": None})
     >>> each = type("B", (), {"__module__": "mine", "on_log": None})
     >>> own_callbacks([early(), each()])
@@ -283,9 +277,6 @@ def own_metrics(trainer: Any) -> list[str]:
     """Return the user's own metric functions that are called during training on rows that are not public.
 
     dpllm cannot know what they do.
-
-    Args:
-        trainer: the Trainer, with its arguments.
     """
     args = trainer.args
     during = str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no" or args.eval_on_start

@@ -303,11 +303,7 @@ def _times(count: int) -> str:
 
 
 def method_of(report: Any) -> ReleaseWords | None:
-    """Return the method of a query run's report; None for a training run.
-
-    Args:
-        report: a report of any format, or its findings.
-    """
+    """Return the method of a query run's report; None for a training run."""
     plan = getattr(getattr(report, "checkable", None), "plan", None)
     return release_words()[plan.method] if isinstance(plan, PlanOfQueries) else None
 

@@ -86,13 +86,7 @@ def template(name: str) -> jinja2.Template:
 
 
 def part(name: str, block: str, **context: Any) -> str:
-    """Return one block of a page, without the blank lines around it.
-
-    Args:
-        name: name of the template.
-        block: name of the block in it.
-        context: the values that the block prints.
-    """
+    """Return one block of a page, without the blank lines around it."""
     page = template(name)
     return "".join(page.blocks[block](page.new_context(context))).strip()
 

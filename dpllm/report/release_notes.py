@@ -123,9 +123,6 @@ def keep_utility(folder: str | Path, figures: Mapping[str, Any]) -> None:
 def notes_in(folder: str | Path) -> ReleaseNotes:
     """Return what people noted in a folder's report; empty notes if it has no report.
 
-    Args:
-        folder: folder of a run or of a checkpoint.
-
     Raises:
         ValueError: the file is damaged or is not a privacy report.
     """

@@ -129,9 +129,6 @@ def verify(folder: str | Path) -> Verification:
 
     If a different version of dpllm wrote the report, its sentences are only compared with its hash.
 
-    Args:
-        folder: folder of a run or of a checkpoint.
-
     Returns:
         All checks, including those that passed. Numbers in the JSON must agree within `TOLERANCE`.
 
@@ -547,10 +544,6 @@ def thresholds_found(plan: PrivacyPlan, contents: LedgerContents) -> tuple[bool,
     Only the noisy statistic of a step may change the threshold. The statistic itself is in no file, but the units of a
     step and their noise bound it, and therefore the next threshold. A threshold that anything else changed, such as a
     custom training loop, may contain private values.
-
-    Args:
-        plan: the run's plan.
-        contents: the contents of its ledger.
 
     Returns:
         Whether they fit the plan, and the finding in words; None if the plan needs none and the ledger has none.

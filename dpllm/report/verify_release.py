@@ -172,10 +172,6 @@ def _audits(folder: Path, contents: LedgerContents) -> _Result:
 def other_claims(text: str, own: Collection[str]) -> list[str]:
     """Return each ε that a model card states and dpllm's own lines do not.
 
-    Args:
-        text: the card's text.
-        own: texts that state the report's ε.
-
     >>> other_claims("ε = 2.0 and epsilon: 0.5", ["epsilon: 2"])
     ['epsilon: 0.5']
     """
