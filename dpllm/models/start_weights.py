@@ -99,7 +99,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def trace_of_training(folder: Path) -> str | None:
-    """Return a file or folder that a training left with the weights, in checkpoints below them or next to their folder."""
+    """Return a file or folder that a training left with the weights, in checkpoints below or next to their folder."""
     found = [path for pattern in (*_OF_TRAINING, *_OF_CHECKPOINTS) for path in sorted(folder.glob(pattern))]
     if found:
         return found[0].relative_to(folder).as_posix()

@@ -62,8 +62,7 @@ from dpllm.privacy.calibration import steps_within
 from dpllm.privacy.chained_file import is_at
 from dpllm.privacy.ledger import LedgerError, read_ledger
 from dpllm.privacy.ledger_reader import LedgerHead, require_prefix
-from dpllm.privacy.plan import PrivacyPlan
-from dpllm.privacy.plan_parts import Plan
+from dpllm.privacy.plan import Plan, PrivacyPlan
 from dpllm.privacy.query_plan import QueryPlan
 from dpllm.privacy.rounding import down, format_delta, format_delta_limit, format_epsilon
 

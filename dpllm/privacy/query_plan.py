@@ -19,8 +19,7 @@ from dpllm.mechanism.limits import MAX_STEPS, RANDOMNESS
 from dpllm.mechanism.query import Several
 from dpllm.privacy.accounting import merge
 from dpllm.privacy.ledger_reader import LedgerContents
-from dpllm.privacy.plan import PrivacyPlan
-from dpllm.privacy.plan_parts import PLAN_FILE, PLAN_FORMAT, Plan, read_plan_file
+from dpllm.privacy.plan import PLAN_FILE, PLAN_FORMAT, Plan, PrivacyPlan, read_plan_file
 from dpllm.privacy.release_words import release_words, require_release
 
 History = tuple[tuple[Event, int], ...]

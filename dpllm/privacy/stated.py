@@ -15,8 +15,7 @@ from dpllm.privacy.calibration import steps_within
 from dpllm.privacy.ledger_reader import LedgerContents
 
 if TYPE_CHECKING:
-    from dpllm.privacy.plan import PrivacyPlan
-    from dpllm.privacy.plan_parts import Plan
+    from dpllm.privacy.plan import Plan, PrivacyPlan
 
 
 def stated_guarantee(plan: Plan, contents: LedgerContents) -> Guarantee:

@@ -34,8 +34,7 @@ from dpllm.report.models import (
 from dpllm.report.release_notes import ReleaseNotes
 
 if TYPE_CHECKING:
-    from dpllm.privacy.plan import PrivacyPlan
-    from dpllm.privacy.plan_parts import Plan, PlannedDraw
+    from dpllm.privacy.plan import Plan, PrivacyPlan
 
 UNITS_MADE_OF = "a unit is made of"
 """Name of a fact in the ledger; its value is `dpllm.data.units.UnitIndex.made_of`."""
@@ -557,7 +556,7 @@ def _selects(plan: PrivacyPlan) -> tuple[tuple[str, str], ...]:
     return (("Only the best of K runs is released, and the score uses no private record", how),)
 
 
-def _bounded(plan: PlannedDraw) -> tuple[tuple[str, str], ...]:
+def _bounded(plan: PrivacyPlan) -> tuple[tuple[str, str], ...]:
     """Return how the rows of a user are bounded, at user level."""
     rows = f"at most {plan.max_rows_per_unit} rows of each are kept when the data are read, before the "
     if plan.sampling == "example":

@@ -24,7 +24,7 @@ from dpllm.privacy import accounting, comparison
 from dpllm.privacy.accounting import Guarantee, merge
 from dpllm.privacy.ledger import REPORT_FILE as JSON_FILE
 from dpllm.privacy.ledger import Ledger, LedgerContents, read_ledger
-from dpllm.privacy.plan_parts import Plan
+from dpllm.privacy.plan import Plan
 from dpllm.privacy.risk import attack_risk
 from dpllm.privacy.rounding import format_delta, up
 from dpllm.privacy.run_folder import COMPLETED, STOPPED_EARLY, lost_steps

@@ -13,8 +13,7 @@ from dpllm.config import PrivacyConfig
 from dpllm.mechanism.events import Step
 from dpllm.mechanism.query import Query
 from dpllm.privacy.accounting import Guarantee
-from dpllm.privacy.plan import make_plan
-from dpllm.privacy.plan_parts import Plan
+from dpllm.privacy.plan import Plan, make_plan
 from dpllm.privacy.query_plan import Charge, QueryPlan
 from tests.mutations import kills
 
