@@ -21,8 +21,7 @@ import torch
 from dpllm.ghost import NormMethod, kernels
 from dpllm.ghost.norm_method import _MOST, _SHAPES, shortfalls, slack_factor
 from dpllm.ghost.sums import Sum, Weights
-from dpllm.mechanism.chacha20 import KEY_BYTES, ChaCha20Normals
-from dpllm.mechanism.device_chacha20 import DeviceNormals
+from dpllm.mechanism.chacha20 import KEY_BYTES, ChaCha20Normals, DeviceNormals
 from dpllm.mechanism.generators import ENTRIES_AT_A_TIME, NoiseSource, philox
 from gpu.record import Figures, Skipped, shown
 from gpu.setting import ROOT, Setting, free_memory

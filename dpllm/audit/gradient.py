@@ -69,8 +69,7 @@ from scipy import linalg
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dpllm.audit.bounds import CONFIDENCE, AuditError, one_run_bounds, trial_bounds
-from dpllm.audit.power import NoiseTest, power
+from dpllm.audit.bounds import CONFIDENCE, AuditError, NoiseTest, one_run_bounds, power, trial_bounds
 from dpllm.audit.result import RATES, AttackResult, AuditedCanaries, AuditResult, allowed_rates, tpr_confidence
 from dpllm.audit.roc import auroc, shown_rates, tpr_at
 from dpllm.data.transfer import send

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from dpllm.audit.bounds import FEWEST_CANARIES, AuditError, one_run_bounds
+from dpllm.audit.bounds import FEWEST_CANARIES, AuditError, one_run_bounds, power
 from dpllm.audit.canaries import (
     CANARIES_FILE,
     CANARY_FORMATS,
@@ -48,7 +48,6 @@ from dpllm.audit.canaries import (
     record_of,
 )
 from dpllm.audit.canaries import sampled as sampled_texts
-from dpllm.audit.power import power
 from dpllm.config import RECIPE_FILE, DataConfig, HeldOut, ModelConfig, Recipe, nearest, recipe_to_dict, save_recipe
 from dpllm.config.formats.record_format import Chat, Text
 from dpllm.config.recipe import refuse_trainer

@@ -19,8 +19,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dpllm.audit.bounds import CONFIDENCE, AuditError, LowerBound, one_run_bounds, trial_bounds
-from dpllm.audit.power import NoiseTest, power, power_in_words
+from dpllm.audit.bounds import (
+    CONFIDENCE,
+    AuditError,
+    LowerBound,
+    NoiseTest,
+    one_run_bounds,
+    power,
+    power_in_words,
+    trial_bounds,
+)
 from dpllm.audit.roc import Estimate, auroc, highest_fpr, roc_curve, shown_rates, tpr_at
 from dpllm.config.files import write_file
 from dpllm.config.json_values import json_value

@@ -17,7 +17,7 @@ from dpllm.planning.learning_rate import computed_rate, rate_values, rate_words
 
 if TYPE_CHECKING:
     from dpllm.config import Recipe
-    from dpllm.privacy.noise_choice import Prediction
+    from dpllm.privacy.calibration import Prediction
     from dpllm.privacy.plan import PrivacyPlan
     from dpllm.training.settings import Setting
     from dpllm.training.workload import UpdateRule
@@ -88,7 +88,7 @@ def plan_of(recipe: Recipe) -> Planned:
     # These import torch, for which the other commands need not wait.
     from dpllm.data.records import reading_remarks, record_words
     from dpllm.data.rows import load_train_and_eval, sources_of, unit_index_of
-    from dpllm.privacy.noise_choice import prediction
+    from dpllm.privacy.calibration import prediction
     from dpllm.training.advice import advice
     from dpllm.training.arguments import plan_for, training_arguments
     from dpllm.training.corrected_adamw import asked_second_moment

@@ -764,7 +764,7 @@ def hash_of_records(records: datasets.Dataset, columns: Sequence[str]) -> str:
     """Return a hash of some columns of all records, in order, to compare with a later reading.
 
     It depends on private text, so it is never written itself: the ledger gets its HMAC with a key that is not released
-    (`dpllm.privacy.same_rows`).
+    (`dpllm.privacy.run_folder`).
 
     Args:
         records: the records.

@@ -10,7 +10,7 @@ repeat the noise.
     offset). Both pass statistical tests, but neither was designed to withstand an attacker who computes the key.
   * "chacha20": ChaCha20 with a key of 256 bits (`dpllm.mechanism.chacha20`). Distinguishing this noise from noise made
     of true random bits would mean breaking the cipher. A GPU computes the same words
-    (`dpllm.mechanism.device_chacha20`).
+    (`dpllm.mechanism.chacha20`).
   * "discrete": whole numbers with an exact discrete Gaussian distribution, from ChaCha20, on a grid of 2^-40 standard
     deviations to which the sum is rounded first (`dpllm.mechanism.discrete`). It is drawn on the CPU and copied to a
     GPU, which is slower. ε is larger, since its accounting uses Rényi divergences.
@@ -28,8 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpllm.mechanism.chacha20 import KEY_BYTES, ChaCha20Normals, SecretKey
-from dpllm.mechanism.device_chacha20 import DeviceNormals
+from dpllm.mechanism.chacha20 import KEY_BYTES, ChaCha20Normals, DeviceNormals, SecretKey
 from dpllm.mechanism.discrete_gaussian import DEVIATION_BITS, DiscreteGaussians
 from dpllm.mechanism.limits import RANDOMNESS
 

@@ -43,7 +43,7 @@ from dpllm.data.tokenization import RECORD
 from dpllm.engines.finite import NonfiniteError
 from dpllm.mechanism.parts import Noise
 from dpllm.models.load import load_base_model, load_tokenizer, prepare_model
-from dpllm.privacy.noise_choice import step_noise
+from dpllm.privacy.calibration import step_noise
 from dpllm.training.arguments import training_arguments
 from dpllm.training.evaluation import measure
 from dpllm.training.preflight import PLAIN

@@ -63,8 +63,7 @@ from dpllm.mechanism.noise import IndependentNoise
 from dpllm.mechanism.parts import Draw, Noise
 from dpllm.mechanism.strategies import Workload
 from dpllm.privacy.accounting import epsilon
-from dpllm.privacy.calibration import least_noise, require_target
-from dpllm.privacy.noise_choice import nearly_least
+from dpllm.privacy.calibration import least_noise, nearly_least, require_target
 from dpllm.privacy.risk import gaussian_distance
 from dpllm.privacy.rounding import format_delta, format_delta_limit
 

@@ -26,10 +26,9 @@ from dpllm.mechanism.parts import Draw, Mechanism, Noise, Spec
 from dpllm.mechanism.selection import Selection, selected_run
 from dpllm.mechanism.strategies import Workload
 from dpllm.privacy.accounting import Guarantee
-from dpllm.privacy.calibration import calibrate, choose_max_batch_size, steps_within
+from dpllm.privacy.calibration import calibrate, choose_max_batch_size, choose_noise, steps_within
 from dpllm.privacy.defaults import batch_size
 from dpllm.privacy.ledger_reader import LedgerContents
-from dpllm.privacy.noise_choice import choose_noise
 from dpllm.privacy.rounding import format_delta, format_delta_limit, format_epsilon
 from dpllm.privacy.stated import planned_steps, stated_starts, steps_of_selection, taken_starts
 
@@ -111,7 +110,7 @@ class Plan:
 
         @property
         def method(self) -> str | None:
-            """The kind of private release (`dpllm.privacy.release_words`); None: a training run."""
+            """The kind of private release (`dpllm.registry`); None: a training run."""
 
         @property
         def num_steps_wanted(self) -> int | None:

@@ -20,7 +20,7 @@ from dpllm.mechanism.query import Several
 from dpllm.privacy.accounting import merge
 from dpllm.privacy.ledger_reader import LedgerContents
 from dpllm.privacy.plan import PLAN_FILE, PLAN_FORMAT, Plan, PrivacyPlan, read_plan_file
-from dpllm.privacy.release_words import release_words, require_release
+from dpllm.registry import release_words, require_release
 
 History = tuple[tuple[Event, int], ...]
 Value = str | int | float | bool
@@ -116,7 +116,7 @@ class QueryPlan(Plan):
     remedy = "Change these values in the recipe, or where the plan is made"
 
     method: str
-    """A key of `dpllm.privacy.release_words.release_words`."""
+    """A key of `dpllm.registry.release_words`."""
     charges: tuple[Charge, ...]
     """Everything that the run may charge."""
     settings: tuple[tuple[str, Value], ...] = ()

@@ -18,9 +18,9 @@ from dpllm.data.units import ONE_ROW
 from dpllm.mechanism.selection import Selection
 from dpllm.privacy.ledger import LedgerContents
 from dpllm.privacy.query_plan import QueryPlan
-from dpllm.privacy.release_words import release_words
 from dpllm.privacy.rounding import format_delta
 from dpllm.privacy.stated import planned_steps
+from dpllm.registry import release_words
 from dpllm.report.models import (
     Answers,
     Assumption,

@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from dpllm.privacy.release_words import ReleaseWords, release_words
 from dpllm.privacy.rounding import format_percent, one_in, up_significant
 from dpllm.privacy.run_folder import LOST_STEPS
+from dpllm.registry import ReleaseWords, release_words
 from dpllm.report.definition import REFUTED, TRAINED_MODEL
 from dpllm.report.disclosures import in_plain_words
 from dpllm.report.models import (

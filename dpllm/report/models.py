@@ -16,7 +16,7 @@ from pydantic import AfterValidator, ConfigDict, Discriminator, Field, JsonValue
 
 from dpllm.config.versions import version_words
 from dpllm.mechanism.limits import RANDOMNESS
-from dpllm.privacy.release_words import require_release
+from dpllm.registry import require_release
 from dpllm.report.kinds import (
     Adjacency,
     AtLeastOne,

@@ -22,7 +22,7 @@ from dpllm.mechanism.noise import IndependentNoise
 from dpllm.mechanism.parts import Noise, Spec
 from dpllm.mechanism.strategies import Workload
 from dpllm.privacy import defaults
-from dpllm.privacy.noise_choice import Prediction, predicted_noise, prediction
+from dpllm.privacy.calibration import Prediction, predicted_noise, prediction
 from dpllm.privacy.plan import PrivacyPlan
 from dpllm.training.arguments import num_private_steps, plan_for, training_arguments
 from dpllm.training.preflight import to_plan

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dpllm.audit.bounds import AuditError, one_run_bounds, plan_family
-from dpllm.audit.power import NoiseTest, power, power_in_words
+from dpllm.audit.bounds import AuditError, NoiseTest, one_run_bounds, plan_family, power, power_in_words
 from dpllm.audit.result import CONSISTENT, FAIL, NO_CLAIM, allowed_rates, json_text, judge, plot_audit, tpr_confidence
 from dpllm.audit.roc import highest_fpr, tpr_at
 from dpllm.mechanism.events import Step
