@@ -255,7 +255,7 @@ class DeviceNormals:
 
 
 def device_box_muller(words: Tensor, out: Tensor) -> None:
-    """Write the normal numbers computed from blocks of the key stream, as `dpllm.mechanism.chacha20.device_box_muller`.
+    """Write the normal numbers computed from blocks of the key stream, as `box_muller`.
 
     Args:
         words: (16, n) words, int32 with the bits of unsigned ones.

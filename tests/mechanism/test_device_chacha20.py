@@ -91,7 +91,7 @@ def test_a_device_that_computes_other_words_is_refused(monkeypatch):
     require_known_words.cache_clear()
     require_known_words(CPU)
     require_known_words.cache_clear()
-    monkeypatch.setattr(device_chacha20, "_shift", lambda rows, direction: None)
+    monkeypatch.setattr(chacha20, "_shift", lambda rows, direction: None)
     with pytest.raises(RuntimeError, match="ChaCha20"):
         DeviceNormals(KEY, CPU)
     monkeypatch.undo()
