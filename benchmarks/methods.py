@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from dpllm.data.labels import IGNORE
 from dpllm.engines.single import SingleProcess
 from dpllm.ghost import GhostClipper, NormMethod
-from dpllm.mechanism.clipping import FlatClipping
-from dpllm.mechanism.group_clipping import PerLayerClipping
+from dpllm.mechanism.clipping import FlatClipping, PerLayerClipping
 from dpllm.mechanism.parts import Clipping
 from dpllm.models.losses import per_sequence_loss
 from dpllm.models.tasks import default_row_loss

@@ -70,8 +70,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dpllm.audit.bounds import CONFIDENCE, AuditError, NoiseTest, one_run_bounds, power, trial_bounds
-from dpllm.audit.result import RATES, AttackResult, AuditedCanaries, AuditResult, allowed_rates, tpr_confidence
-from dpllm.audit.roc import auroc, shown_rates, tpr_at
+from dpllm.audit.result import (
+    RATES,
+    AttackResult,
+    AuditedCanaries,
+    AuditResult,
+    allowed_rates,
+    auroc,
+    shown_rates,
+    tpr_at,
+    tpr_confidence,
+)
 from dpllm.data.transfer import send
 from dpllm.engines import model_inside
 from dpllm.engines.optimizers import innermost

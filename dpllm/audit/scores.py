@@ -36,8 +36,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dpllm.audit.bounds import CONFIDENCE, AuditError
-from dpllm.audit.result import allowed_rates
-from dpllm.audit.roc import Estimate, auroc, shown_rates, tpr_at
+from dpllm.audit.result import Estimate, allowed_rates, auroc, shown_rates, tpr_at
 from dpllm.config import ConfigError
 from dpllm.data.labels import IGNORE
 from dpllm.data.records import DataError

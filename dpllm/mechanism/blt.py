@@ -60,9 +60,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from dpllm.mechanism.correlated import CorrelatedStream
 from dpllm.mechanism.events import Event, EventWords, Numbers, Round, Step
 from dpllm.mechanism.limits import MAX_NOISE, MIN_NOISE
+from dpllm.mechanism.noise import CorrelatedStream
 from dpllm.mechanism.parts import Draw, NoiseStream, Normals
 from dpllm.mechanism.sampling import FixedOrderSampler
 from dpllm.mechanism.strategies import Workload

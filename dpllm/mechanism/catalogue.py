@@ -14,10 +14,16 @@ from typing import Any
 from dpllm import registry
 from dpllm.mechanism.banded import BandedNoise, BandedStep
 from dpllm.mechanism.blt import BltNoise, BltStep
-from dpllm.mechanism.clipping import AdaptiveScaleClipping, AutomaticClipping, FlatClipping
+from dpllm.mechanism.clipping import (
+    AdaptiveScaleClipping,
+    AutomaticClipping,
+    FlatClipping,
+    GroupClipping,
+    PerLayerClipping,
+    QuantileClipping,
+)
 from dpllm.mechanism.discrete import DiscreteNoise, DiscreteStep
 from dpllm.mechanism.events import Event, Step, StepOfRows
-from dpllm.mechanism.group_clipping import GroupClipping, PerLayerClipping, QuantileClipping
 from dpllm.mechanism.noise import IndependentNoise
 from dpllm.mechanism.parts import Clipping, Noise, Spec
 from dpllm.mechanism.query import Query, Several

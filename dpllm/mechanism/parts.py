@@ -237,7 +237,7 @@ class SkippingGenerator(Normals, Protocol):
 class NoiseStream(Protocol):
     """The noise of a run, from its start or resume onwards; never written to disk.
 
-    A run creates one stream per block of a parameter's entries (`dpllm.mechanism.regenerated`), and may recreate it to
+    A run creates one stream per block of a parameter's entries (`dpllm.mechanism.generators`), and may recreate it to
     regenerate the noise, which is a function of its generator's draws, in the order of the steps.
     """
 

@@ -21,8 +21,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from dpllm.engines.processes import DisagreementError, OtherProcessError, Processes, told_by_rank
-from dpllm.mechanism.correlated import UnitsApart
 from dpllm.mechanism.events import Event
+from dpllm.mechanism.noise import UnitsApart
 from dpllm.privacy.plan import PrivacyPlan
 
 LEFT_OUT = (

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dpllm.data.labels import BOUNDARIES
+from dpllm.models.inputs import attention_by_row
 from dpllm.models.losses import (
     next_packed_tokens,
     next_tokens,
@@ -22,7 +23,6 @@ from dpllm.models.losses import (
     row_means,
     take_labels,
 )
-from dpllm.models.packing import attention_by_row
 from dpllm.models.tasks import RowLoss, task_of
 from dpllm.training.head_losses import HeadLosses
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dpllm.audit.bounds import AuditError
-from dpllm.audit.roc import highest_fpr
+from dpllm.audit.result import highest_fpr
 from dpllm.audit.scores import (
     TokenScores,
     bounds_of,

@@ -28,7 +28,7 @@ from tests.audit.planted import SETUPS, summary
 ROOT = Path(__file__).resolve().parents[2]
 GUARD = ("dpllm/engines/guard.py", "            raise _refusal(", "            _refusal(")
 APART = (
-    "dpllm/mechanism/correlated.py",
+    "dpllm/mechanism/noise.py",
     "        if not len(unit_ids):\n            return\n",
     "        return\n",
 )

@@ -14,8 +14,7 @@ from dpllm import GhostClipper, GhostError
 from dpllm.ghost import parameters
 from dpllm.ghost.sums import GroupFactors
 from dpllm.mechanism.catalogue import CLIPPINGS
-from dpllm.mechanism.clipping import AutomaticClipping, FlatClipping, NormBound
-from dpllm.mechanism.group_clipping import PerLayerClipping, QuantileClipping
+from dpllm.mechanism.clipping import AutomaticClipping, FlatClipping, NormBound, PerLayerClipping, QuantileClipping
 from tests.mutations import kills
 
 C = 0.7

@@ -29,7 +29,7 @@ def test_a_unit_is_scaled_to_the_clip_norm_or_left_alone():
 
 @kills(
     "gradients below the threshold keep their length while the others are scaled",
-    "dpllm/mechanism/group_clipping.py",
+    "dpllm/mechanism/clipping.py",
     "self.clip_norm / norm_GU.clamp_min(self.threshold)",
     "self.clip_norm / norm_GU.clamp_max(self.threshold)",
 )

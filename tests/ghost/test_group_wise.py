@@ -11,8 +11,7 @@ from dpllm.ghost import parameters
 from dpllm.ghost.errors import GhostError
 from dpllm.ghost.sums import GroupFactors
 from dpllm.mechanism.catalogue import CLIPPINGS
-from dpllm.mechanism.clipping import FlatClipping
-from dpllm.mechanism.group_clipping import GroupClipping, PerLayerClipping
+from dpllm.mechanism.clipping import FlatClipping, GroupClipping, PerLayerClipping
 from dpllm.mechanism.parts import SeparateGroups, SizedGroups, Spec
 from tests.ghost.alive import Watch
 from tests.ghost.loop import flat, row_gradients

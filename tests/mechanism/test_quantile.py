@@ -23,8 +23,8 @@ from dpllm.data.units import UnitIndex
 from dpllm.engines.processes import Processes
 from dpllm.ghost.sums import clip_factors
 from dpllm.mechanism.catalogue import clipping_of
+from dpllm.mechanism.clipping import QuantileClipping
 from dpllm.mechanism.generators import NoiseSource
-from dpllm.mechanism.group_clipping import QuantileClipping
 from dpllm.mechanism.limits import MAX_CLIP_NORM, MIN_CLIP_NORM
 from dpllm.mechanism.parts import AdaptiveClipping, Draw, Mechanism, Spec, gradient_noise_multiplier
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger, LedgerError, read_ledger
@@ -142,7 +142,7 @@ def test_options_out_of_range_are_refused(options):
 
 @kills(
     "a unit that is not finite counts as below the threshold",
-    "dpllm/mechanism/group_clipping.py",
+    "dpllm/mechanism/clipping.py",
     "(norm_U <= self.threshold)",
     "(~(norm_U > self.threshold))",
 )

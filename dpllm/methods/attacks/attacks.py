@@ -16,8 +16,7 @@ import datasets
 import numpy as np
 
 from dpllm.audit.canaries import CANARIES_FILE, CanarySet, record_of
-from dpllm.audit.result import json_text
-from dpllm.audit.roc import Estimate
+from dpllm.audit.result import Estimate, json_text
 from dpllm.audit.scores import (
     MembershipResult,
     TokenScores,
