@@ -55,10 +55,6 @@ Pair = tuple[str, str]
 def distinct(draw: Callable[[int], Sequence[Pair]], num: int) -> list[Pair]:
     """Return `num` pairs whose texts are all different and not empty.
 
-    Args:
-        draw: a function that returns about the requested number of pairs.
-        num: number of pairs.
-
     Raises:
         AuditError: it repeats the same texts.
 

@@ -59,17 +59,16 @@ class Estimate:
         return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
 
 
-def auroc(scores: NDArray[np.float64], included: NDArray[np.bool_], confidence: float = 0.95) -> Estimate:
+def auroc(scores: NDArray[np.float64], included: NDArray[np.bool_]) -> Estimate:
     """Return the probability that a member scores above a non-member, counting ties as half.
 
     The interval uses DeLong's variance (DeLong, DeLong, Clarke-Pearson 1988) on the logit scale. There, it is below 1
     and misses less often when the area is large. An area of 1 has no variance: with n of the rarer kind, it is
-    compatible with any area above (1 - confidence)^(1/n).
+    compatible with any area above 0.05^(1/n).
 
     Args:
         scores: (m,) the higher, the likelier a member.
         included: (m,) whether it is a member.
-        confidence: confidence of the interval.
 
     Raises:
         AuditError: there are no members, or no others.
@@ -86,10 +85,10 @@ def auroc(scores: NDArray[np.float64], included: NDArray[np.bool_], confidence: 
     variance = (above_in.var(ddof=1) / num_in if num_in > 1 else 0.0) + (
         above_out.var(ddof=1) / num_out if num_out > 1 else 0.0
     )
-    least = (1 - confidence) ** (1 / min(num_in, num_out))
+    least = 0.05 ** (1 / min(num_in, num_out))
     if not 0 < value < 1:
         return Estimate(value, least if value == 1 else 0.0, 1 - least if value == 0 else 1.0)
-    half = float(stats.norm.ppf((1 + confidence) / 2)) * math.sqrt(variance) / (value * (1 - value))
+    half = float(stats.norm.ppf(0.975)) * math.sqrt(variance) / (value * (1 - value))
     low, high = special.expit(special.logit(value) + np.array([-half, half]))
     return Estimate(value, float(low), float(high))
 

@@ -58,9 +58,6 @@ _AT_A_TIME = 256  # rows of a table that is written
 def require_trl(purpose: str) -> Any:
     """Import TRL.
 
-    Args:
-        purpose: the subject of the error message.
-
     Raises:
         ConfigError: it is not installed.
     """

@@ -284,9 +284,6 @@ def refuse_unpackable(model: nn.Module, task: str | None, collator: Any = None, 
 def attention_by_row(model: nn.Module) -> Iterator[None]:
     """Make a model process each packed row separately within the block; ``flash_attention_2`` already does.
 
-    Args:
-        model: a transformers model, PEFT-wrapped or not.
-
     Raises:
         ConfigError: the model's attention could not be replaced.
     """

@@ -469,19 +469,16 @@ def _heads(model: ModelConfig, labels: Mapping[str, Any]) -> list[str]:
     return [name for name, _ in base.named_children() if name != base.base_model_prefix]
 
 
-def skeleton(model: ModelConfig, num_labels: int | None = None) -> PreTrainedModel | PeftModel:
+def skeleton(model: ModelConfig) -> PreTrainedModel | PeftModel:
     """Return the model of a recipe without weights, on the meta device, with its adapters and frozen parameters.
 
-    Only its configuration is read: ``model.config``, or the config.json of ``model.name``.
-
-    Args:
-        model: the recipe's section.
-        num_labels: number of classes if `model.num_labels` is not given; None: two, so that it can be built.
+    Only its configuration is read: ``model.config``, or the config.json of ``model.name``. Without `model.num_labels`
+    a classifier has two classes, so that it can be built.
 
     Raises:
         ConfigError: no model can be built from the configuration, or the adapters or patterns do not fit it.
     """
-    labels = _labels(model, num_labels or 2)
+    labels = _labels(model, 2)
     dtype = torch.float32 if model.dtype == "auto" else DTYPES[model.dtype]
     where = "model.config" if model.config is not None else f"the config.json of the model {model.name!r}"
     try:

@@ -671,9 +671,6 @@ def footprint_rows(result: Footprint) -> list[tuple[str, str]]:
 def comparison_rows(results: Sequence[Footprint]) -> tuple[str, list[tuple[str, ...]]]:
     """Return several engines side by side.
 
-    Args:
-        results: footprints of one recipe and number of GPUs.
-
     Returns:
         The unit of all numbers; and rows of a name and one number per footprint. The first row has the engines' names.
     """

@@ -331,7 +331,7 @@ def latest_whole(output_dir: str | Path) -> tuple[Path | None, list[tuple[Path, 
     return None, passed_over
 
 
-def rotate(output_dir: str | Path, limit: int, keep: Sequence[str | Path] = ()) -> None:
+def rotate(output_dir: str | Path, limit: int) -> None:
     """Delete all but the most recently published checkpoints. Call it on one process, after `publish`.
 
     The Trainer's own rotation sorts by step when times are close together, so it may keep a damaged checkpoint of a
@@ -341,7 +341,6 @@ def rotate(output_dir: str | Path, limit: int, keep: Sequence[str | Path] = ()) 
     Args:
         output_dir: output folder of the run.
         limit: number of checkpoints to keep; at least 1.
-        keep: checkpoints that are kept at any age, such as the best one; they count towards the limit.
 
     Raises:
         ValueError: the limit is below 1.
@@ -349,13 +348,7 @@ def rotate(output_dir: str | Path, limit: int, keep: Sequence[str | Path] = ()) 
     """
     if limit < 1:
         raise ValueError(f"limit={limit} would delete every checkpoint: keep at least 1")
-    kept = {Path(path).resolve() for path in keep}
-    folders = _checkpoints(output_dir)
-    newest_first = sorted(folders, key=lambda folder: (folder.resolve() in kept, _order(folder)), reverse=True)
-    latest = max(folders, key=_order, default=None)
-    for folder in newest_first[limit:]:
-        if folder == latest or folder.resolve() in kept:
-            continue
+    for folder in sorted(_checkpoints(output_dir), key=_order, reverse=True)[limit:]:
         # Rename it first, so that a kill during the deletion leaves no incomplete checkpoint under its name.
         doomed = staging_folder(output_dir, int(folder.name.removeprefix("checkpoint-")))
         try:

@@ -139,12 +139,7 @@ def held_out_share(num_units: int) -> float:
 
 
 def rows_reason(rows: int, by_example: bool = False) -> str:
-    """Return the reason for k, the most rows of a user.
-
-    Args:
-        rows: k.
-        by_example: whether rows are drawn singly.
-    """
+    """Return the reason for k, the most rows of a user."""
     if by_example:
         return (
             f"k = {rows}. Rows are drawn singly, and the accounting assumes that each user has k rows: a smaller k "

@@ -256,10 +256,6 @@ def load_plan(path: str | Path) -> PrivacyPlan | QueryPlan:
 def training_plan(folder: str | Path, purpose: str) -> PrivacyPlan:
     """Return the plan of a training run; refuse a query run.
 
-    Args:
-        folder: the run's folder.
-        purpose: subject of the error message.
-
     Raises:
         ValueError: the folder holds a query run, or no plan.
     """

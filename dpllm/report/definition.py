@@ -185,11 +185,6 @@ class RunWords:
 def run_words(plan: Plan, contents: LedgerContents, notes: ReleaseNotes) -> RunWords:
     """Return the sentences of a run's report that depend on its kind.
 
-    Args:
-        plan: the run's plan.
-        contents: the contents of its ledger.
-        notes: what people noted.
-
     Raises:
         ValueError: the noted name of the data set differs from the plan's.
     """
@@ -316,11 +311,6 @@ def _listed(facts: Mapping[str, Sequence[str | int | float]]) -> tuple[Fact, ...
 
 def define(plan: PrivacyPlan, contents: LedgerContents, notes: ReleaseNotes) -> Definition:
     """Return the definition that a training run instantiates.
-
-    Args:
-        plan: the run's plan.
-        contents: the contents of its ledger.
-        notes: what people noted.
 
     Raises:
         ValueError: the noted name of the data set differs from the plan's.

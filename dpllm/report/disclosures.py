@@ -219,11 +219,7 @@ def kept_files(destinations: Iterable[str], audited: bool) -> list[tuple[str, st
 
 
 def kept_of_queries(audited: bool) -> list[tuple[str, str]]:
-    """Return the files of a query run's folder that must not be released, each with the reason.
-
-    Args:
-        audited: whether an audit wrote its results into the folder.
-    """
+    """Return the files of a query run's folder that must not be released, each with the reason."""
     return [
         ("not_for_release/", "figures and states that depend on private records: ε covers none of them"),
         *([_AUDIT_FILES] if audited else []),

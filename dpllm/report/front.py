@@ -35,12 +35,7 @@ _REFUTED = (
 
 
 def front(findings: Findings, num_open: int) -> Front:
-    """Return the first screen.
-
-    Args:
-        findings: the report without the parts that are derived from it.
-        num_open: number of open points.
-    """
+    """Return the first screen."""
     method = method_of(findings)
     refuted = (findings.strength.audit or "").startswith(REFUTED)
     holds = findings.statement.private and findings.accounting.steps.charged > 0 and not refuted

@@ -119,9 +119,6 @@ class PrivateStrings:
 def check_strings(folder: str | Path) -> tuple[str, bool | None, str] | None:
     """Check that the texts in a folder contain no private string.
 
-    Args:
-        folder: folder of a run, or of a checkpoint or a merged model in it.
-
     Returns:
         What was checked, the result (None: it could not be checked) and the finding in words. None instead of all
         three: the folder is not on the machine that trained, such as a copy of the published files.

@@ -145,11 +145,7 @@ def notes_in(folder: str | Path) -> ReleaseNotes:
 
 
 def notes_of(report: Mapping[str, Any]) -> ReleaseNotes:
-    """Return what people noted in a report.
-
-    Args:
-        report: the contents of the JSON file.
-    """
+    """Return what people noted in a report."""
     noted = report["noted"]
     return ReleaseNotes(
         data_holder=report["setting"]["data_holder"],
@@ -163,11 +159,7 @@ def notes_of(report: Mapping[str, Any]) -> ReleaseNotes:
 
 
 def written_by(report: Mapping[str, Any]) -> str | None:
-    """Return the version of dpllm that wrote a report, in words; None if the report does not name it.
-
-    Args:
-        report: the contents of the JSON file.
-    """
+    """Return the version of dpllm that wrote a report, in words; None if the report does not name it."""
     checkable = report.get("checkable")
     versions = checkable.get("versions") if isinstance(checkable, dict) else None
     version = versions.get("dpllm") if isinstance(versions, dict) else None
