@@ -645,7 +645,7 @@ def judge_releases(
     Guarantee: if every block follows the plan, the verdict is FAIL with a probability of at most 1 - ``confidence``.
 
     Args:
-        seen: the observations of `dpllm.audit.gradient.observe`.
+        seen: the observations of `observe`.
         plan: the plan of the run.
         design: the design of the audit.
         setup: a readable description of the audited stack.

@@ -245,7 +245,7 @@ class AuditResult:
     """Every scoring method that was tried; the error is divided over them."""
     tpr_bounds: Mapping[float, float] = field(default_factory=dict)
     """False positive rate -> largest true positive rate that the claim allows for any attack, at the highest true false
-    positive rate that the threshold may have (`dpllm.audit.result.highest_fpr`)."""
+    positive rate that the threshold may have (`highest_fpr`)."""
     power: Mapping[str, float] = field(default_factory=dict)
     """Noise below the plan's -> share of such audits that fail under an ideal attack."""
     noise: NoiseTest | None = None

@@ -2,7 +2,7 @@
 
 A pair is one row of the training data. Its loss depends on two sequences, so the model is called twice for each
 microbatch, once with the chosen and once with the rejected answers of the same pairs; a row of each call is the same
-pair. Norms and sums add up over both calls (`dpllm.ghost.calls`).
+pair. Norms and sums add up over both calls.
 
 The formulas are those of TRL 1.16 (``DPOTrainer._compute_loss``) before its mean over the batch;
 `tests/models/test_preference.py` compares each with TRL's scalar for a batch of one pair. Losses that sort the batch or

@@ -312,7 +312,7 @@ def verify(folder: str | Path) -> Verification:
     - the report's files match the hashes in the ledger;
     - the model card, if there is one, has the report's guarantee and open points, and states no different ε;
     - the model's files, the checkpoints and the audits match the lines of the ledger that name them
-      (`dpllm.report.verify`);
+      (`release_checks`);
     - on the machine of the training, the texts to publish contain no strings of the private data
       (`dpllm.report.private_strings`).
 
