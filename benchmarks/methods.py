@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from dpllm.data.labels import IGNORE
 from dpllm.engines.base import SingleProcess
 from dpllm.ghost import GhostClipper, NormMethod
-from dpllm.mechanism.clipping import FlatClipping
+from dpllm.mechanism.clipping import FlatClipping, PerLayerClipping
 from dpllm.mechanism.parts import Clipping
-from dpllm.mechanism.per_layer import PerLayerClipping
 from dpllm.models.losses import per_sequence_loss
 from dpllm.models.tasks import default_row_loss
 from dpllm.training.row_losses import HeadLosses, RowLosses

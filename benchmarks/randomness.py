@@ -24,9 +24,8 @@ import torch
 
 from dpllm.mechanism import chacha20
 from dpllm.mechanism.banded import BandedNoise
-from dpllm.mechanism.generators import NoiseSource
+from dpllm.mechanism.generators import NoiseSource, stream_of
 from dpllm.mechanism.limits import RANDOMNESS
-from dpllm.mechanism.regenerated import stream_of
 
 RATIO = 0.98  # of the geometric strategy; it does not change the time
 

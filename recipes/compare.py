@@ -27,9 +27,9 @@ from transformers import Trainer
 
 from dpllm.audit.bounds import AuditError
 from dpllm.audit.canaries import CanarySet
-from dpllm.audit.membership import interval
 from dpllm.audit.result import AuditResult, json_text
 from dpllm.audit.run import audit_run
+from dpllm.audit.scores import interval
 from dpllm.config import PRETRAINED_FOLDER, RECIPE_FILE, Recipe, load_recipe, save_recipe
 from dpllm.config.mistakes import print_any_character, tell, words_of
 from dpllm.config.recipe import refuse_trainer
@@ -42,8 +42,8 @@ from dpllm.methods.attacks.exposure import Exposure, exposure_of_run
 from dpllm.methods.attacks.extraction import ExtractionSettings
 from dpllm.methods.attacks.lira import ShadowTraining
 from dpllm.models.load import load_base_model, load_tokenizer, prepare_model
+from dpllm.privacy.calibration import prediction
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
-from dpllm.privacy.noise_choice import prediction
 from dpllm.privacy.rounding import down, format_delta, format_epsilon, up
 from dpllm.report.disclosures import UTILITY_FILE
 from dpllm.report.release_notes import keep_utility, notes_in

@@ -42,7 +42,7 @@ from dpllm.data.rows import PackedCollator
 from dpllm.data.units import UnitIndex
 from dpllm.engines import SingleProcess
 from dpllm.mechanism.generators import NoiseSource
-from dpllm.models.packing import attention_by_row
+from dpllm.models.inputs import attention_by_row
 from dpllm.training.microbatches import Microbatch, microbatches
 from dpllm.training.step import private_step
 from tests.memory_ledger import MemoryLedger

@@ -30,8 +30,8 @@ from dpllm.data.records import required_columns
 from dpllm.data.rows import train_tokenizer
 from dpllm.models.load import load_base_model, load_tokenizer
 from dpllm.models.quantization import config_for, make_ready
+from dpllm.privacy.calibration import prediction
 from dpllm.privacy.ledger import read_ledger
-from dpllm.privacy.noise_choice import prediction
 from dpllm.privacy.plan import make_plan
 from dpllm.report.verify import verify
 from dpllm.training import finetune

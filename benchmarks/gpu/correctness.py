@@ -6,7 +6,7 @@ import kernel_times
 import torch
 
 from dpllm.ghost import triton_launch
-from dpllm.mechanism.device_chacha20 import require_known_words
+from dpllm.mechanism.chacha20 import require_known_words
 from gpu.kernel_checks import EXACT, case_makers, errors_of
 from gpu.record import Figures, Skipped, brief
 from gpu.setting import Setting, free_memory

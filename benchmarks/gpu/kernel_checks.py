@@ -21,10 +21,8 @@ import torch
 from dpllm.ghost import NormMethod, kernels
 from dpllm.ghost.norm_method import _MOST, _SHAPES, shortfalls, slack_factor
 from dpllm.ghost.sums import Sum, Weights
-from dpllm.mechanism.chacha20 import ChaCha20Normals
-from dpllm.mechanism.device_chacha20 import DeviceNormals
+from dpllm.mechanism.chacha20 import KEY_BYTES, ChaCha20Normals, DeviceNormals
 from dpllm.mechanism.generators import ENTRIES_AT_A_TIME, NoiseSource, philox
-from dpllm.mechanism.keys import KEY_BYTES
 from gpu.record import Figures, Skipped, shown
 from gpu.setting import ROOT, Setting, free_memory
 from tests.ghost.test_kernels import WAYS, flags, reset_matmul_settings

@@ -1,11 +1,11 @@
-"""Lower bounds on ε from canaries that were included by coin flips.
+"""Lower bounds on ε from canaries that were included by coin flips, and the power of an audit.
 
 The bounds are computed from scores and coins, without a model, and decide the verdict.
 
 There are two situations. *One run*: m canaries, each included by an independent fair coin, one training run, a score
 per canary; the scores may depend on each other in any way. *Independent runs*: one canary in each of n runs. In each,
-two kinds of claim are tested: the pair (ε, δ) of any mechanism, and the trade-off curve of a family of mechanisms
-(`dpllm.audit.families`), which shows far more.
+two kinds of claim are tested: the pair (ε, δ) of any mechanism, and the trade-off curve of a family of mechanisms,
+which shows far more.
 
 * one run, (ε, δ): Steinke, Nasr, Jagielski, arXiv:2305.08846, theorem 5.2;
 * one run, curve: Mahloujifar, Melis, Chaudhuri, arXiv:2410.22235;
@@ -14,21 +14,165 @@ two kinds of claim are tested: the pair (ε, δ) of any mechanism, and the trade
 
 A search for the best of several thresholds also finds one by chance. Here the numbers of guesses are a fixed ladder,
 the error is divided over all tests, and `LowerBound.correction` states how.
+
+**Families.** To bound ε from a trade-off curve, the audit finds the most leaking mechanism that the observations
+refute. This needs a family of mechanisms, ordered by how much they leak, that contains the claimed one:
+
+* `plan_family`: the steps of a run with their noise multiplied by a factor. The claim itself has the factor 1, so the
+  claim is refuted exactly when its own trade-off curve is. The curve comes from the accountant.
+* `gaussian_family`: Gaussian mechanisms, μ-GDP (Dong, Roth, Su, arXiv:1905.02383). It is used for a model whose steps
+  are unknown, and is the usual comparison in the literature.
+
+**Power.** An audit that cannot fail shows nothing. So every verdict states the share of such audits that would refute a
+run with σ/√2 and with σ/2. The best possible attacker is assumed: the scores are simulated from the trade-off curve of
+the weaker run, approximated by the Gaussian mechanism with the same ε. Real attacks on a finished model score worse, so
+these shares are upper limits.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import optimize, special, stats
 
-from dpllm.audit.families import MOST_EPSILON, Family, Member, gaussian_family, plan_family
-from dpllm.privacy.accounting import History, epsilon
+from dpllm.mechanism.events import Round
+from dpllm.privacy.accounting import History, delta_function, epsilon, merge
+from dpllm.privacy.risk import gaussian_distance, gaussian_epsilon
 from dpllm.privacy.rounding import up
+
+MOST_EPSILON = 50.0
+"""No bound above this ε is stated; no audit of less than 10^20 canaries could show one."""
+
+_LOSSES = np.concatenate(([0.0], np.geomspace(1e-3, 60.0, 400)))
+_RATES = special.ndtr(np.linspace(-9.0, 9.0, 6001))
+_COARSE = 1e-3  # grid width of the curves; every delta remains an upper bound, so a curve can only refute too little
+_FARTHEST = 2.0**10
+
+
+@dataclass(frozen=True)
+class Member:
+    """One mechanism of a family."""
+
+    epsilon: float
+    """Its ε at the family's δ."""
+    least_fpr: Callable[[float], float]
+    """True positive rate of a test -> its smallest possible false positive rate, rounded down."""
+    fine: Callable[[], float] | None = None
+    """Its ε on the fine grid of claims, if `epsilon` was computed on a coarser one."""
+
+    @property
+    def price(self) -> float:
+        """Its ε at the family's δ, computed as for a claim."""
+        return self.epsilon if self.fine is None else self.fine()
+
+
+@dataclass(frozen=True)
+class Family:
+    """Mechanisms that leak more with growing strength.
+
+    Attributes:
+        name: a readable name.
+        member: a function from a strength above 0 to the mechanism. Strength 1 is the claim, if there is one.
+        tolerance: relative resolution of strengths.
+    """
+
+    name: str
+    member: Callable[[float], Member]
+    tolerance: float = 1e-3
+
+    def most_refuted(self, refuted: Callable[[Member], bool]) -> float:
+        """Return ε of the most leaking member that is refuted.
+
+        Args:
+            refuted: whether the observations contradict a member; if they contradict one, they also contradict all
+                that leak less.
+
+        Returns:
+            ε, at most `MOST_EPSILON`; 0 when not even a mechanism with almost no leakage is refuted.
+        """
+        low, high = 0.0, 1.0
+        if refuted(self.member(high)):
+            while refuted(self.member(high)):
+                low, high = high, 2 * high
+                if high > _FARTHEST or self.member(low).epsilon >= MOST_EPSILON:
+                    return MOST_EPSILON
+        else:
+            low = high / 2
+            while not refuted(self.member(low)):
+                low, high = low / 2, low
+                if low < 1 / _FARTHEST:
+                    return 0.0
+        while high > low * (1 + self.tolerance):
+            middle = math.sqrt(low * high)
+            low, high = (middle, high) if refuted(self.member(middle)) else (low, middle)
+        return min(self.member(low).price, MOST_EPSILON)
+
+
+def gaussian_family(delta: float) -> Family:
+    """Return the Gaussian mechanisms; their strength is μ, sensitivity over noise.
+
+    >>> round(gaussian_family(1e-5).member(1.0).epsilon, 2)
+    4.38
+    """
+
+    def member(strength: float) -> Member:
+        return Member(gaussian_epsilon(strength, delta), lambda tpr: float(special.ndtr(special.ndtri(tpr) - strength)))
+
+    return Family("Gaussian", member, tolerance=1e-9)
+
+
+def plan_family(history: History, delta: float) -> Family:
+    """Return the mechanisms that differ from a run only in their noise, which is divided by their strength.
+
+    Args:
+        history: the run's (step, count) pairs.
+        delta: δ.
+
+    Raises:
+        ValueError: the run has no step, or a step without noise, so it claims nothing.
+
+    >>> from dpllm.mechanism.events import Step
+    >>> round(plan_family([(Step(sampling_rate=1.0, noise_multiplier=1.0), 1)], 1e-5).member(1.0).epsilon, 2)
+    4.38
+    """
+    steps = merge(history)
+    if not steps or any(step.noise_multiplier == 0 for step, _ in steps):
+        raise ValueError("a run without steps, or with a step without noise, claims nothing: omit the history")
+    return _plan_family(steps, delta)
+
+
+@lru_cache(maxsize=4)  # keeps the members, because several attacks use the same ones
+def _plan_family(steps: tuple[tuple[Round, int], ...], delta: float) -> Family:
+    @cache
+    def member(strength: float) -> Member:
+        scaled = [(step.with_noise(step.noise_multiplier / strength), count) for step, count in steps]
+        delta_at = delta_function(scaled, "zero-out", _COARSE, tilted=False)
+        deltas = np.array([delta_at(at) for at in _LOSSES])
+        coarse = epsilon(scaled, delta, "zero-out", _COARSE)
+        return Member(coarse, _rounded_down(deltas), lambda: epsilon(scaled, delta, "zero-out"))
+
+    return Family("the run's own steps", member)
+
+
+def _rounded_down(deltas: np.ndarray) -> Callable[[float], float]:
+    """Return the function from a true positive rate to the least false positive rate, from δ at the losses.
+
+    From tpr <= exp(e) fpr + D(e) and 1 - fpr <= exp(e) (1 - tpr) + D(e), for every e: any choice of losses gives a
+    valid bound. It increases with tpr, so the value at the next smaller rate of a table is also valid.
+    """
+    factors = np.exp(_LOSSES)
+    table = np.zeros_like(_RATES)
+    for factor, delta in zip(factors, deltas, strict=True):
+        np.maximum(table, (_RATES - delta) / factor, out=table)
+        np.maximum(table, 1 - delta - factor * (1 - _RATES), out=table)
+    return lambda tpr: float(table[max(0, int(np.searchsorted(_RATES, tpr, side="right")) - 1)])
+
 
 CONFIDENCE = 0.95
 ONE_SIDED = (0.02, 0.05, 0.15, 0.5)
@@ -262,7 +406,7 @@ def one_run_curve_epsilon(num_canaries: int, ladder: _Ladder, family: Family, er
         family: the mechanisms.
         error: the probability, for each rung, that it refutes the true mechanism.
 
-    >>> from dpllm.audit.families import gaussian_family
+    >>> from dpllm.audit.bounds import gaussian_family
     >>> round(one_run_curve_epsilon(1000, [(1000, 1000)], gaussian_family(1e-5), 0.05)[0], 2)
     12.33
     """
@@ -391,3 +535,137 @@ def _epsilon_of_rates(tpr: float, fpr: float, delta: float) -> float:
 
 def _curve_epsilon_of_rates(tpr: float, fpr: float, family: Family) -> float:
     return family.most_refuted(lambda member: fpr < member.least_fpr(tpr))
+
+
+WEAKER = {"σ/√2": math.sqrt(2), "σ/2": 2.0}
+"""Name of a weaker run's noise -> the factor by which it is smaller."""
+HARDLY = 0.2
+"""An audit that notices σ/2 with a smaller probability can hardly fail."""
+
+_SIMULATIONS = 40
+_SEED = 20262
+_STRONGEST = 40.0  # μ of a mechanism that hides nothing, as far as a simulation can show
+
+
+def power(
+    history: History,
+    delta: float,
+    *,
+    in_one_run: int = 0,
+    in_trials: int = 0,
+    confidence: float = CONFIDENCE,
+    tests: int = 1,
+) -> dict[str, float]:
+    """Return the share of audits that refute a run with less noise than claimed: name of the noise -> share.
+
+    Args:
+        history: the steps that are claimed.
+        delta: δ of the claim.
+        in_one_run: number of canaries in one run; 0: the audit has no such test.
+        in_trials: number of independent runs with one canary each; 0: the audit has none.
+        confidence: confidence of the audit.
+        tests: number of attacks over which the error is divided.
+
+    >>> from dpllm.mechanism.events import Step
+    >>> power([(Step(sampling_rate=1.0, noise_multiplier=1.0), 1)], 1e-5, in_trials=1000)["σ/2"] > 0.9
+    True
+    """
+    claim = Claim(history, delta, confidence, tests)
+    return {
+        name: _share(claim, _mu_of(history, factor, delta), in_one_run, in_trials) for name, factor in WEAKER.items()
+    }
+
+
+def _share(claim: Claim, mu: float, in_one_run: int, in_trials: int) -> float:
+    rng = np.random.default_rng(_SEED)
+    seen = 0
+    for _ in range(_SIMULATIONS):
+        found = bool(in_one_run) and claim.refuted_in_one_run(*_draw(in_one_run, mu, rng))
+        if in_trials and not found:
+            found = claim.refuted_in_trials(*_draw(in_trials, mu, rng))
+        seen += found
+    return seen / _SIMULATIONS
+
+
+def _draw(num: int, mu: float, rng: np.random.Generator) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    coins = rng.random(num) < 0.5
+    coins[:2] = (True, False)  # at least one of each
+    return rng.standard_normal(num) + mu * coins, coins
+
+
+def _mu_of(history: History, factor: float, delta: float) -> float:
+    """Return μ of the Gaussian mechanism with the same ε at δ as the steps with less noise."""
+    weaker = [(step.with_noise(step.noise_multiplier / factor), count) for step, count in merge(history)]
+    wanted = epsilon(weaker, delta, "zero-out", 1e-3)
+    return _STRONGEST if wanted == math.inf else min(_STRONGEST, gaussian_distance(wanted, delta))
+
+
+@dataclass(frozen=True)
+class NoiseTest:
+    """A test of the noise itself, on projections of releases to which no unit contributes."""
+
+    num: int
+    """Number of projections."""
+    ratio: float
+    """Measured standard deviation divided by the plan's."""
+    highest: float
+    """The upper end of its one-sided interval, at 1 - `error`."""
+    error: float
+    """Probability that correct noise is refuted because of `highest`, and the same again because of `weakest`."""
+    weakest: float | None = None
+    """The upper end for the direction over a block's steps with the smallest deviation; None: unknown."""
+
+    @classmethod
+    def of(cls, projections: NDArray[np.float64], stddev: float, error: float) -> NoiseTest:
+        """Test projections on unit vectors, which are independent N(0, stddev²) or wider if the noise is correct.
+
+        Of n vectors of T independent normal numbers, the smallest singular value over √n is less than
+        1 - √(T/n) - a/√n with probability at most exp(-a²/2) (Davidson and Szarek 2001).
+
+        Args:
+            projections: (R, T, D) of R blocks of T steps in D directions, or of one step each, in any shape.
+            stddev: σC.
+            error: probability that correct noise is refuted.
+
+        >>> rng = np.random.default_rng(0)
+        >>> [NoiseTest.of(rng.normal(0, sigma, 1600), 1.0, 0.01).refuted for sigma in (1.0, 0.9)]
+        [False, True]
+        """
+        seen = np.asarray(projections, dtype=np.float64) / stddev
+        weakest = None
+        if seen.ndim == 3 and seen.shape[1] > 1:
+            error /= 2
+            num, steps = seen.shape[0] * seen.shape[2], seen.shape[1]
+            lowest = 1 - math.sqrt(steps / num) - math.sqrt(-2 * math.log(error) / num)
+            over_steps = np.moveaxis(seen, 1, 2).reshape(num, steps)
+            if lowest > 0:
+                weakest = float(np.linalg.svd(over_steps, compute_uv=False)[-1]) / math.sqrt(num) / lowest
+        values = seen.ravel()
+        total = float((values**2).sum())
+        highest = math.sqrt(total / float(stats.chi2.ppf(error, len(values))))
+        return cls(len(values), math.sqrt(total / len(values)), highest, error, weakest)
+
+    @property
+    def refuted(self) -> bool:
+        """Whether the noise is smaller than the plan states."""
+        return not self.highest >= 1 or (self.weakest is not None and not self.weakest >= 1)
+
+    def power(self) -> dict[str, float]:
+        """Return the share of such tests that notice less noise: name of the noise -> share."""
+        critical = float(stats.chi2.ppf(self.error, self.num))
+        return {name: float(stats.chi2.cdf(critical * factor**2, self.num)) for name, factor in WEAKER.items()}
+
+    def __str__(self) -> str:
+        weakest = "" if self.weakest is None else f", in some direction over the steps at most {up(self.weakest)}"
+        return f"{self.ratio:.4f} of σC in {self.num:,} projections, at most {up(self.highest)}{weakest}"
+
+
+def power_in_words(shares: Mapping[str, float]) -> str:
+    """Return the shares as one sentence.
+
+    >>> power_in_words({"σ/√2": 0.05, "σ/2": 0.1})
+    'an ideal attack would refute σ/√2 in 5 %, σ/2 in 10 % of such audits: this audit can hardly fail'
+    """
+    listed = ", ".join(f"{name} in {100 * share:.0f} %" for name, share in shares.items())
+    hardly = ": this audit can hardly fail" if shares and max(shares.values()) < HARDLY else ""
+    return f"an ideal attack would refute {listed} of such audits{hardly}"

@@ -21,8 +21,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from dpllm.audit.bounds import CONFIDENCE, AuditError
-from dpllm.audit.gradient import Basis, Design, Restarts, Steps, observe, unit_gradients
-from dpllm.audit.gradient_attacks import judge_releases
+from dpllm.audit.gradient import Basis, Design, Restarts, Steps, judge_releases, observe, unit_gradients
 from dpllm.audit.result import AuditResult
 from dpllm.config import PrivacyConfig, Recipe
 from dpllm.config.recipe import refuse_trainer
@@ -36,7 +35,7 @@ from dpllm.engines.processes import Processes
 from dpllm.mechanism.averages import Average
 from dpllm.mechanism.catalogue import clipping_of, noise_of, spec_of
 from dpllm.mechanism.parts import AdaptiveClipping, Noise, Spec
-from dpllm.mechanism.workload import Workload
+from dpllm.mechanism.strategies import Workload
 from dpllm.models.load import load_model, load_tokenizer
 from dpllm.models.tasks import default_row_loss
 from dpllm.privacy.ledger import LEDGER_FILE

@@ -26,22 +26,28 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from dpllm.audit.bounds import FEWEST_CANARIES, AuditError, one_run_bounds
+from dpllm.audit.bounds import FEWEST_CANARIES, AuditError, one_run_bounds, power
 from dpllm.audit.canaries import (
     CANARIES_FILE,
     CANARY_FORMATS,
+    KINDS,
+    RANDOM_TOKENS,
+    RARE_SUFFIX,
     READ_TOGETHER,
+    SAMPLED,
     Canary,
     CanarySet,
+    Pair,
     canary_keys,
     count_records,
+    distinct,
     file_hash,
     key_columns,
+    random_tokens,
+    rare_suffix,
     record_of,
 )
-from dpllm.audit.kinds import KINDS, RANDOM_TOKENS, RARE_SUFFIX, SAMPLED, Pair, distinct, random_tokens, rare_suffix
-from dpllm.audit.kinds import sampled as sampled_texts
-from dpllm.audit.power import power
+from dpllm.audit.canaries import sampled as sampled_texts
 from dpllm.config import RECIPE_FILE, DataConfig, HeldOut, ModelConfig, Recipe, nearest, recipe_to_dict, save_recipe
 from dpllm.config.formats.record_format import Chat, Text
 from dpllm.config.recipe import refuse_trainer

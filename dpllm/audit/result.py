@@ -1,12 +1,19 @@
 """The result of an audit as one object: for the screen, for JSON, for the report.
 
 `judge` computes every number from the scores, without a model.
+
+The picture (`plot_audit`) shows how well the scores separate the canaries, and the limit that the claim sets. It is
+drawn from scores and coins, which the report does not keep.
+
+The area under the ROC curve and the true positive rates are estimates of an attack's success, each with its interval,
+while `dpllm.audit.bounds` gives proofs.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -15,16 +22,152 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import special, stats
 
-from dpllm.audit.bounds import CONFIDENCE, AuditError, LowerBound, one_run_bounds, trial_bounds
-from dpllm.audit.power import NoiseTest, power, power_in_words
-from dpllm.audit.roc import Estimate, auroc, highest_fpr, shown_rates, tpr_at
+from dpllm.audit.bounds import (
+    CONFIDENCE,
+    AuditError,
+    LowerBound,
+    NoiseTest,
+    one_run_bounds,
+    power,
+    power_in_words,
+    trial_bounds,
+)
 from dpllm.config.files import write_file
 from dpllm.config.values import json_value
 from dpllm.privacy.accounting import History, epsilon, merge
-from dpllm.privacy.risk import attack_risk
+from dpllm.privacy.risk import attack_risk, tradeoff_curve
 from dpllm.privacy.rounding import down, format_delta, format_delta_limit, format_epsilon, up
 from dpllm.report.checklist import REFUTED
+from dpllm.report.figures import BLUE, GREY, ORANGE
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number and its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        return dict(vars(self))
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
+
+
+def auroc(scores: NDArray[np.float64], included: NDArray[np.bool_]) -> Estimate:
+    """Return the probability that a member scores above a non-member, counting ties as half.
+
+    The interval uses DeLong's variance (DeLong, DeLong, Clarke-Pearson 1988) on the logit scale. There, it is below 1
+    and misses less often when the area is large. An area of 1 has no variance: with n of the rarer kind, it is
+    compatible with any area above 0.05^(1/n).
+
+    Args:
+        scores: (m,) the higher, the likelier a member.
+        included: (m,) whether it is a member.
+
+    Raises:
+        AuditError: there are no members, or no others.
+
+    >>> print(auroc(np.array([3.0, 2.0, 1.0, 0.0]), np.array([True, True, False, False])))
+    1.000 (0.224 to 1.000)
+    """
+    members, others = _both(scores, included)
+    ranks = stats.rankdata(np.concatenate((members, others)))
+    num_in, num_out = len(members), len(others)
+    above_in = (ranks[:num_in] - stats.rankdata(members)) / num_out  # for each member: the share of others below it
+    above_out = 1 - (ranks[num_in:] - stats.rankdata(others)) / num_in
+    value = float(above_in.mean())
+    variance = (above_in.var(ddof=1) / num_in if num_in > 1 else 0.0) + (
+        above_out.var(ddof=1) / num_out if num_out > 1 else 0.0
+    )
+    least = 0.05 ** (1 / min(num_in, num_out))
+    if not 0 < value < 1:
+        return Estimate(value, least if value == 1 else 0.0, 1 - least if value == 0 else 1.0)
+    half = float(stats.norm.ppf(0.975)) * math.sqrt(variance) / (value * (1 - value))
+    low, high = special.expit(special.logit(value) + np.array([-half, half]))
+    return Estimate(value, float(low), float(high))
+
+
+def tpr_at(scores: NDArray[np.float64], included: NDArray[np.bool_], fpr: float, confidence: float = 0.95) -> Estimate:
+    """Return the share of members found when at most a share ``fpr`` of the others is accused.
+
+    The threshold is one of the others' scores, so with n others a rate below 1/n cannot be distinguished from 0: then
+    the threshold is the highest of them. The interval is Clopper-Pearson's for that threshold.
+
+    Args:
+        scores: (m,) the higher, the likelier a member.
+        included: (m,) whether it is a member.
+        fpr: false positive rate, between 0 and 1.
+        confidence: confidence of the interval.
+
+    Raises:
+        AuditError: there are no members, or no others, or the rate is outside [0, 1].
+    """
+    if not 0 <= fpr <= 1:
+        raise AuditError(f"a false positive rate must be between 0 and 1, got {fpr}")
+    members, others = _both(scores, included)
+    accused = math.floor(fpr * len(others) + 1e-9)
+    ordered = np.sort(others)[::-1]
+    hits = len(members) if accused == len(others) else int((members > ordered[accused]).sum())
+    found = stats.binomtest(hits, len(members)).proportion_ci(confidence, method="exact")
+    return Estimate(hits / len(members), float(found.low), float(found.high))
+
+
+def highest_fpr(num_others: int, fpr: float, confidence: float = 0.95) -> float:
+    """Return the upper end of the interval of the true false positive rate of `tpr_at`'s threshold.
+
+    That threshold is chosen among the scores of the others, so the share of them above it is known, but the rate in the
+    population is not. By Clopper-Pearson it is at most the result, with probability ``(1 + confidence) / 2``.
+
+    Args:
+        num_others: the number of non-members.
+        fpr: requested false positive rate.
+        confidence: confidence of the interval; half of the error is on this side.
+
+    >>> [round(highest_fpr(num, 0.01), 4) for num in (100, 500, 10000)]
+    [0.0545, 0.0232, 0.0121]
+    """
+    accused = math.floor(fpr * num_others + 1e-9)
+    return (
+        1.0 if accused >= num_others else float(stats.beta.ppf((1 + confidence) / 2, accused + 1, num_others - accused))
+    )
+
+
+def shown_rates(rates: Sequence[float], num_others: int) -> list[float]:
+    """Return the false positive rates that this many others can show: those at which at least one is accused.
+
+    >>> shown_rates((1e-3, 1e-2), 500)
+    [0.01]
+    """
+    return [rate for rate in rates if rate * num_others >= 1]
+
+
+def roc_curve(
+    scores: NDArray[np.float64], included: NDArray[np.bool_]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the false and true positive rates at all thresholds, from (0, 0) to (1, 1)."""
+    members, others = _both(scores, included)
+    values = np.concatenate((members, others))
+    is_member = np.arange(len(values)) < len(members)
+    order = np.argsort(-values, kind="stable")
+    last = np.append(np.diff(values[order]) != 0, True)  # equal scores are accused together
+    tpr = np.cumsum(is_member[order])[last] / len(members)
+    fpr = np.cumsum(~is_member[order])[last] / len(others)
+    return np.concatenate(([0.0], fpr)), np.concatenate(([0.0], tpr))
+
+
+def _both(scores: NDArray[np.float64], included: NDArray[np.bool_]) -> tuple[NDArray, NDArray]:
+    scores, included = np.asarray(scores, dtype=np.float64), np.asarray(included, dtype=bool)
+    members, others = scores[included], scores[~included]
+    if len(members) == 0 or len(others) == 0:
+        raise AuditError(f"got {len(members)} members and {len(others)} non-members. An attack needs some of both")
+    return members, others
+
 
 AUDIT_FILE = "audit.json"
 RATES = (1e-3, 1e-2)
@@ -102,7 +245,7 @@ class AuditResult:
     """Every scoring method that was tried; the error is divided over them."""
     tpr_bounds: Mapping[float, float] = field(default_factory=dict)
     """False positive rate -> largest true positive rate that the claim allows for any attack, at the highest true false
-    positive rate that the threshold may have (`dpllm.audit.roc.highest_fpr`)."""
+    positive rate that the threshold may have (`highest_fpr`)."""
     power: Mapping[str, float] = field(default_factory=dict)
     """Noise below the plan's -> share of such audits that fail under an ideal attack."""
     noise: NoiseTest | None = None
@@ -359,3 +502,75 @@ def json_text(values: Mapping[str, Any]) -> str:
     <BLANKLINE>
     """
     return json.dumps(json_value(values), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+PICTURE_FILE = "audit.png"
+_COLOURS = (BLUE, "#5b8e7d", "#8a5a83", "#b08d2f", "#4f5d75")
+
+
+def plot_audit(
+    result: AuditResult,
+    scores: Mapping[str, NDArray[np.float64]],
+    included: NDArray[np.bool_],
+    path: str | Path,
+    history: History | None = None,
+) -> Path:
+    """Write a PNG with three panels: ROC curves, scores of both kinds of canary, and bound, claim and ceiling.
+
+    Args:
+        result: the result of the audit.
+        scores: attack -> (m,) scores.
+        included: (m,) the coins.
+        path: path of the PNG.
+        history: the steps of the claim, whose trade-off curve is drawn as the limit of every attack.
+
+    Returns:
+        The path.
+    """
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot as plt
+
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(12.5, 3.9), width_ratios=[1.1, 1.1, 1])
+    least = 0.5 / len(included)
+    rates = np.geomspace(least, 1, 80)
+    left.plot(rates, rates, "--", color=GREY, linewidth=1.2, label="guessing")
+    if history is not None and result.claimed_epsilon is not None:
+        left.plot(*tradeoff_curve(history, false_positive_rates=rates.tolist()), color=ORANGE, label="claim allows")
+    for colour, (name, values) in zip(_COLOURS, scores.items(), strict=False):
+        fpr, tpr = roc_curve(values, included)
+        left.plot(np.maximum(fpr, least), np.maximum(tpr, least), color=colour, drawstyle="steps-post", label=name)
+    left.set(xscale="log", yscale="log", xlim=(least, 1), ylim=(least, 1.05))
+    left.set(xlabel="canaries accused that were out", ylabel="canaries found that were in")
+    left.legend(frameon=False, fontsize=8, loc="lower right")
+    best = max(result.attacks, key=lambda attack: max(bound.epsilon for bound in attack.bounds)).name
+    values = np.asarray(scores[best])
+    bins = np.histogram_bin_edges(values, 40).tolist()
+    middle.hist(values[~included], bins=bins, color=GREY, alpha=0.6, label="out")
+    middle.hist(values[included], bins=bins, color=BLUE, alpha=0.6, label="in")
+    middle.set(xlabel=f"score: {best}", ylabel="canaries")
+    middle.legend(frameon=False, fontsize=8)
+    _bars(right, result)
+    for panel in (left, middle, right):
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(result.verdict, x=0.01, ha="left", color=ORANGE if result.failed else GREY)
+    figure.tight_layout()
+    path = Path(path)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    return path
+
+
+def _bars(panel: Any, result: AuditResult) -> None:
+    named = [
+        ("shown at least", result.epsilon_lower, BLUE, down),
+        ("could show at most", result.ceiling, GREY, up),
+    ]
+    if result.claimed_epsilon is not None:
+        named.insert(1, ("claimed", result.claimed_epsilon, ORANGE, up))
+    names, values, colours, sides = zip(*named, strict=True)
+    bars = panel.barh(names, values, color=colours, height=0.55)
+    panel.bar_label(bars, labels=[side(value, 2) for side, value in zip(sides, values, strict=True)], padding=3)
+    panel.set(xlabel=f"ε at δ = {result.delta!r}", xlim=(0, 1.2 * max(*values, 1e-3)))
+    panel.invert_yaxis()

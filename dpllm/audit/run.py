@@ -22,8 +22,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from dpllm.audit.bounds import CONFIDENCE, AuditError
 from dpllm.audit.canaries import Canary, CanarySet, check_data, record_of
-from dpllm.audit.figure import PICTURE_FILE, plot_audit
-from dpllm.audit.result import AUDIT_FILE, AuditResult, judge
+from dpllm.audit.result import AUDIT_FILE, PICTURE_FILE, AuditResult, judge, plot_audit
 from dpllm.audit.scores import loss_score, ratio_score, token_scores
 from dpllm.config import PRETRAINED_FOLDER, RECIPE_FILE, ConfigError, ModelConfig, load_recipe
 from dpllm.config.formats.record_format import Text

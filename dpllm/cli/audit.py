@@ -103,7 +103,7 @@ def _values(prepared: Prepared) -> dict[str, Any]:
 
 def _rows(prepared: Prepared) -> list[tuple[str, str]]:
     """Return the rows for people."""
-    from dpllm.audit.power import power_in_words
+    from dpllm.audit.bounds import power_in_words
 
     made, per_unit = prepared.made, _records_per_canary(prepared)
     return [

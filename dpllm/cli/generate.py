@@ -17,7 +17,7 @@ from dpllm.config.values import integer, nearest
 
 if TYPE_CHECKING:
     from dpllm.models.generation import Prompt, Sampling, TextGenerator
-    from dpllm.report.standing import Standing
+    from dpllm.report.verify import Standing
 
 Folder = Annotated[
     Path,
@@ -220,7 +220,7 @@ def check(folder: Path, unverified: bool = False) -> None:
     Raises:
         ValueError: the ledger does not bear it out, and this was not accepted.
     """
-    from dpllm.report.standing import standing_of
+    from dpllm.report.verify import standing_of
 
     of_method = registry.folder_of_method(folder)
     if of_method is not None:
@@ -249,7 +249,7 @@ def check(folder: Path, unverified: bool = False) -> None:
 
 def _refuted(folder: Path, standing: Standing) -> str | None:
     """Return why a folder has no guarantee; None: it has one."""
-    from dpllm.models.start_files import refuse_other_base
+    from dpllm.models.start_weights import refuse_other_base
 
     failed = standing.failed
     if failed is not None:

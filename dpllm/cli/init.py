@@ -22,8 +22,7 @@ from dpllm.config.values import choice, integer, nearest
 if TYPE_CHECKING:
     from dpllm.config import DataConfig
     from dpllm.data.columns import Columns
-    from dpllm.models.local_model import ModelAtHand
-    from dpllm.planning.new_recipe import NewRecipe, Wishes
+    from dpllm.planning.new_recipe import ModelAtHand, NewRecipe, Wishes
 
 EPSILON = 8.0
 RECORD = "record"
@@ -406,7 +405,7 @@ def _model(ask: _Questions, given: _Given) -> tuple[str, ModelAtHand | None]:
     def check(name: str) -> tuple[str, ModelAtHand | None]:
         place = Path(_some_text(name)).expanduser()
         typer.echo(f"looking at the model {name}; this loads torch")
-        from dpllm.models.local_model import model_at_hand
+        from dpllm.planning.new_recipe import model_at_hand
 
         path = str(place) if place.is_dir() else name
         return path, model_at_hand(path)

@@ -155,8 +155,7 @@ def _on_cpu(processes: int | None) -> Launch:
 
 def _on_gpus(recipe: Recipe, count: int, machine: Machine) -> Launch:
     """Choose DDP, or FSDP2 where a copy of the model with its states does not fit on a GPU."""
-    from dpllm.planning.footprint import engines_for, footprint_of_recipe
-    from dpllm.planning.footprint_text import format_bytes
+    from dpllm.planning.footprint import engines_for, footprint_of_recipe, format_bytes
     from dpllm.privacy.defaults import LARGEST_BATCH
     from dpllm.training.arguments import training_arguments
     from dpllm.training.preflight import PLAIN

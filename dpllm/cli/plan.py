@@ -17,7 +17,7 @@ from dpllm.planning.learning_rate import computed_rate, rate_values, rate_words
 
 if TYPE_CHECKING:
     from dpllm.config import Recipe
-    from dpllm.privacy.noise_choice import Prediction
+    from dpllm.privacy.calibration import Prediction
     from dpllm.privacy.plan import PrivacyPlan
     from dpllm.training.settings import Setting
     from dpllm.training.workload import UpdateRule
@@ -92,7 +92,7 @@ def plan_of(recipe: Recipe) -> Planned:
     # These import torch, for which the other commands need not wait.
     from dpllm.data.records import reading_remarks, record_words
     from dpllm.data.rows import load_train_and_eval, sources_of, unit_index_of
-    from dpllm.privacy.noise_choice import prediction
+    from dpllm.privacy.calibration import prediction
     from dpllm.training.arguments import plan_for, training_arguments
     from dpllm.training.corrected_adamw import asked_second_moment
     from dpllm.training.preflight import check_recipe, to_plan
@@ -173,8 +173,14 @@ def memory(
 ) -> None:
     """Print the memory and traffic of a GPU, computed by formulas: neither private data nor a GPU is needed."""
     path, loaded = recipe, training_recipe(recipe, overrides)
-    from dpllm.planning.footprint import engines_for, footprint_of_recipe
-    from dpllm.planning.footprint_text import NATURE, comparison_rows, footprint_rows, setting_of
+    from dpllm.planning.footprint import (
+        NATURE,
+        comparison_rows,
+        engines_for,
+        footprint_of_recipe,
+        footprint_rows,
+        setting_of,
+    )
     from dpllm.planning.model_shape import row_by_row_modules, row_by_row_words
     from dpllm.privacy.defaults import LARGEST_BATCH
     from dpllm.training.arguments import training_arguments

@@ -71,7 +71,7 @@ def suggest(
     _check_options(rehearses, around, rehearsal_steps, output, num_units)
     from dpllm.config.recipe import refuse_trainer
     from dpllm.models.starting_point import refuse_private_start
-    from dpllm.planning.public_text import public_section
+    from dpllm.planning.rehearsal import public_section
     from dpllm.training.preflight import check_recipe
     from dpllm.training.suggested_run import suggested_run
     from dpllm.training.weight_size import size_of_model
@@ -126,7 +126,7 @@ def _units(recipe: Recipe, num_units: int | None, section: Any) -> Any:
     """Return the index of units: from the private records, or only their number."""
     from dpllm.data.rows import load_train_and_eval, unit_index_of
     from dpllm.data.units import UnitIndex
-    from dpllm.planning.public_text import refuse_private_records
+    from dpllm.planning.rehearsal import refuse_private_records
 
     if num_units is not None:
         if recipe.privacy.sampling == "example":
@@ -144,8 +144,7 @@ def _units(recipe: Recipe, num_units: int | None, section: Any) -> Any:
 
 def _rehearse(run: Suggested, section: Any, around: float | None, steps: int | None) -> tuple[Suggestion, Rehearsal]:
     """Rehearse, with a progress bar on the error stream; the private records are not opened."""
-    from dpllm.planning.public_text import load_material
-    from dpllm.planning.rehearsal import Steps, rehearse, shorten
+    from dpllm.planning.rehearsal import Steps, load_material, rehearse, shorten
     from dpllm.training.save_rehearsal import quiet
     from dpllm.training.settings import Setting
     from dpllm.training.suggested_run import RATE

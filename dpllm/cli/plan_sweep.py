@@ -16,7 +16,7 @@ from dpllm.config.values import integer
 if TYPE_CHECKING:
     from dpllm.config import Recipe
     from dpllm.mechanism.parts import Noise
-    from dpllm.mechanism.workload import Workload
+    from dpllm.mechanism.strategies import Workload
     from dpllm.privacy.plan import PrivacyPlan
 
 UTILIZATION = 0.4
@@ -215,8 +215,7 @@ def run_sweep(
     from dpllm.mechanism.noise import IndependentNoise
     from dpllm.planning.sweep import Cost, default_grid
     from dpllm.planning.sweep import sweep as compared
-    from dpllm.planning.sweep_figure import plot_sweep
-    from dpllm.planning.sweep_text import recommendation_text, sweep_rows
+    from dpllm.planning.sweep_text import plot_sweep, recommendation_text, sweep_rows
     from dpllm.privacy.rounding import format_delta
 
     batches, steps = default_grid(setting.expected_batch_size, setting.num_steps, setting.num_units)

@@ -144,11 +144,6 @@ class ChatTemplate:
     def refuse_unused(self, options: Mapping[str, Any], where: str, tools: Any = None) -> None:
         """Check that the template uses the given variables.
 
-        Args:
-            options: values by name.
-            where: where they are given, for messages.
-            tools: tools of the conversation.
-
         Raises:
             ConfigError: it does not use one of them, or sets it itself.
         """
@@ -164,11 +159,6 @@ class ChatTemplate:
 
         A text that is not in the rendering verbatim may be rendered differently; if so, changing it changes the
         rendering.
-
-        Args:
-            chat: the conversation.
-            where: the record, for messages.
-            text: its rendering, if it is known.
 
         Raises:
             DataError: the template omits a message, tool calls, tools or documents.
@@ -212,13 +202,7 @@ class ChatTemplate:
             return False
 
     def refusal(self, error: Exception, chat: Chat, where: str) -> DataError:
-        """Return the error for a record that the template does not accept; it says if a system turn is the cause.
-
-        Args:
-            error: raised by the template or the tokenizer.
-            chat: the conversation.
-            where: the record.
-        """
+        """Return the error for a record that the template does not accept; it says if a system turn is the cause."""
         said = " ".join(str(error).split())[:300]
         others = [one for one in chat.messages if one["role"] not in (SYSTEM, "developer")]
         remedy = "correct their roles or their order, or remove the record before this run"

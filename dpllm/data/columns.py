@@ -148,12 +148,7 @@ class Columns:
         return None
 
     def proposed(self, key: str, taken: Sequence[str] = ()) -> str | None:
-        """Return the column for a key of the section, such as "prompt"; None if none fits by name and content.
-
-        Args:
-            key: the key.
-            taken: columns that have another use.
-        """
+        """Return the column for a key of the section, such as "prompt"; None if none fits by name and content."""
         return self._proposed(COLUMNS[key], taken)
 
     def longest_prose(self) -> str | None:

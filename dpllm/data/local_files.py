@@ -70,11 +70,7 @@ class LocalFiles:
         return split if split in self.splits else _KEYWORDS.get(split, split)
 
     def remarks(self, used: Sequence[str]) -> list[str]:
-        """Return one sentence for each file that is not read, at most a few, and one for the splits.
-
-        Args:
-            used: the splits that are read.
-        """
+        """Return one sentence for each file that is not read, at most a few, and one for the splits."""
         found = [f"not read: {name}: {reason}" for name, reason in self.left_out.items()]
         if len(found) > _MOST_NAMED:
             found[_MOST_NAMED - 1 :] = [f"not read: {len(found) - _MOST_NAMED + 1} more files"]

@@ -66,10 +66,6 @@ def read_beside(record: Mapping[str, Any], where: str) -> dict[str, Any]:
 
     A tool is in OpenAI's form: ``{"type": "function", "function": {...}}``, with its keys in the usual order.
 
-    Args:
-        record: its columns.
-        where: the record, for messages.
-
     Raises:
         DataError: a value is of another kind.
     """

@@ -501,12 +501,7 @@ def unit_column_of(privacy: PrivacyUnit | None) -> str | None:
 
 
 def units_of(records: datasets.Dataset, unit_column: str | None) -> NDArray[np.int64] | None:
-    """Return (num_records,) unit numbers; None if each record is a unit, or if ids are unusable, which fails later.
-
-    Args:
-        records: the records.
-        unit_column: column of the users' ids.
-    """
+    """Return (num_records,) unit numbers; None if each record is a unit, or if ids are unusable, which fails later."""
     if unit_column is None or unit_column not in records.column_names:
         return None
     with contextlib.suppress(pa.ArrowException):
@@ -769,7 +764,7 @@ def hash_of_records(records: datasets.Dataset, columns: Sequence[str]) -> str:
     """Return a hash of some columns of all records, in order, to compare with a later reading.
 
     It depends on private text, so it is never written itself: the ledger gets its HMAC with a key that is not released
-    (`dpllm.privacy.same_rows`).
+    (`dpllm.privacy.run_folder`).
 
     Args:
         records: the records.

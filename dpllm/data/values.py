@@ -38,10 +38,6 @@ def decoded(columns: Mapping[str, list[Any]], features: datasets.Features) -> di
     """Return columns of an Arrow table with the values of `datasets.Json` in them, which Arrow has as encoded text.
 
     Whether a place holds such values depends on other records, and a text in it would be written with quotes.
-
-    Args:
-        columns: names to values, as Arrow returns them.
-        features: of the data set.
     """
     found = dict(columns)
     for name in columns:

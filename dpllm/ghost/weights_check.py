@@ -526,6 +526,6 @@ class SpreadProbe:
             raise GhostError(
                 f"A non-finite value reaches other packed rows (seen at {name}): the attention masks by multiplying "
                 "with zero, so one unit that overflows would change other units' contributions. Use an attention that "
-                "runs each row separately (dpllm.models.packing, flash_attention_2), or do not pack the rows "
+                "runs each row separately (dpllm.models.inputs, flash_attention_2), or do not pack the rows "
                 "(microbatch.pack: false)."
             )

@@ -202,10 +202,6 @@ def average_of(value: Any) -> Average | None:
 def weights_of(average: Average, num_steps: int) -> NDArray[np.float64]:
     """Return the weight of each step's iterate in the average of an uninterrupted run.
 
-    Args:
-        average: the specification.
-        num_steps: T.
-
     Returns:
         (T,) weights, at least 0, whose sum is 1.
 

@@ -13,7 +13,7 @@ q' = b B / N.
 
 A run keeps b - 1 or b noise tensors of the gradient's size, in memory only and never on a disk, because they would
 allow a reader to subtract the noise from the last updates. If they do not fit, they are recomputed in each step
-(`dpllm.mechanism.regenerated`). A resumed run begins with fresh noise and a fresh split, which costs one more round if
+(`dpllm.mechanism.generators`). A resumed run begins with fresh noise and a fresh split, which costs one more round if
 it continues in the middle of a cycle.
 """
 
@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from dpllm.mechanism.correlated import CorrelatedStream
 from dpllm.mechanism.events import Event, EventWords, Numbers, Round, Step
-from dpllm.mechanism.noise import IndependentNoise
+from dpllm.mechanism.noise import CorrelatedStream, IndependentNoise
 from dpllm.mechanism.parts import Draw, NoiseStream, Normals, SkippingGenerator
 from dpllm.mechanism.strategies import (
+    Workload,
     best_ratio,
     coefficients,
     free_column,
@@ -41,7 +41,6 @@ from dpllm.mechanism.strategies import (
     require_norm,
     rounded,
 )
-from dpllm.mechanism.workload import Workload
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -246,9 +245,6 @@ class BandedNoise:
 
     def column(self, num_steps: int) -> tuple[float, ...]:
         """Return c, the first column of M.
-
-        Args:
-            num_steps: T of the plan.
 
         Raises:
             ValueError: its numbers are not chosen.

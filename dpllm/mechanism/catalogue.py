@@ -12,20 +12,22 @@ from functools import cache
 from typing import Any
 
 from dpllm import registry
-from dpllm.mechanism.automatic import AdaptiveScaleClipping, AutomaticClipping
 from dpllm.mechanism.banded import BandedNoise, BandedStep
 from dpllm.mechanism.blt import BltNoise, BltStep
-from dpllm.mechanism.clipping import FlatClipping
+from dpllm.mechanism.clipping import (
+    AdaptiveScaleClipping,
+    AutomaticClipping,
+    FlatClipping,
+    GroupClipping,
+    PerLayerClipping,
+    QuantileClipping,
+)
 from dpllm.mechanism.discrete import DiscreteNoise, DiscreteStep
 from dpllm.mechanism.events import Event, Step, StepOfRows
-from dpllm.mechanism.group_clipping import GroupClipping
 from dpllm.mechanism.noise import IndependentNoise
 from dpllm.mechanism.parts import Clipping, Noise, Spec
-from dpllm.mechanism.per_layer import PerLayerClipping
-from dpllm.mechanism.quantile import QuantileClipping
-from dpllm.mechanism.query import Query
+from dpllm.mechanism.query import Query, Several
 from dpllm.mechanism.selection import SelectedRun
-from dpllm.mechanism.several import Several
 
 _CLIPPINGS: tuple[type[Clipping], ...] = (
     FlatClipping,

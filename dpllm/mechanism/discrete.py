@@ -222,10 +222,6 @@ def _dominating(step: DiscreteStep, count: int, width: float) -> pld.LossPmf:
 def sensitivity(noise_multiplier: float, max_batch_size: int) -> float:
     """Return the largest change of the rounded sum by one unit, in clip norms.
 
-    Args:
-        noise_multiplier: σ.
-        max_batch_size: B_max.
-
     >>> round(sensitivity(0.7, 1248), 5)
     1.00238
     """

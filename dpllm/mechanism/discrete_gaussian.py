@@ -77,9 +77,6 @@ class DiscreteGaussians:
     def draw(self, size: int) -> NDArray[np.int64]:
         """Return (size,) numbers, independent of all numbers returned before.
 
-        Args:
-            size: the number of values.
-
         Raises:
             ValueError: the 2^35 words of the key are used up: after about 3 thousand million numbers.
         """

@@ -7,7 +7,7 @@ ADJACENCIES = ("zero-out", "replace-one")
 RANDOMNESS = ("os", "chacha20", "discrete")
 """The generators of noise (`dpllm.mechanism.generators`)."""
 NOISE_MEMORIES = ("auto", "stored", "regenerated")
-"""How the noise of earlier steps is stored (`dpllm.mechanism.regenerated`)."""
+"""How the noise of earlier steps is stored (`dpllm.mechanism.generators`)."""
 MAX_TARGET_EPSILON = 1000.0
 MIN_NOISE, MAX_NOISE = 1e-3, 1e6
 MIN_CLIP_NORM, MAX_CLIP_NORM = 1e-12, 1e12

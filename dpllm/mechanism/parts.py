@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from dpllm.mechanism.events import Event
-    from dpllm.mechanism.workload import Workload
+    from dpllm.mechanism.strategies import Workload
 
 
 class Sampler(Protocol):
@@ -51,11 +51,7 @@ class Clipping(Protocol):
         ...
 
     def groups(self, shapes: Mapping[str, tuple[int, ...]]) -> Sequence[Sequence[str]]:
-        """Return the names of each group's parameters, with each parameter in one group.
-
-        Args:
-            shapes: name and shape of each trainable parameter.
-        """
+        """Return the names of each group's parameters, with each parameter in one group."""
         ...
 
     def factors(self, norm_GU: Tensor) -> Tensor:
@@ -241,7 +237,7 @@ class SkippingGenerator(Normals, Protocol):
 class NoiseStream(Protocol):
     """The noise of a run, from its start or resume onwards; never written to disk.
 
-    A run creates one stream per block of a parameter's entries (`dpllm.mechanism.regenerated`), and may recreate it to
+    A run creates one stream per block of a parameter's entries (`dpllm.mechanism.generators`), and may recreate it to
     regenerate the noise, which is a function of its generator's draws, in the order of the steps.
     """
 

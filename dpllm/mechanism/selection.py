@@ -213,11 +213,6 @@ class SelectedRun(NeverTruncated):
 def selected_run(selection: Selection, event: Event, num_steps: int) -> SelectedRun:
     """Return the event of releasing the best of K runs.
 
-    Args:
-        selection: the distribution of K.
-        event: the event of a step of one run.
-        num_steps: T of one run.
-
     Raises:
         ValueError: no Rényi divergences are known for the rounds of a run.
     """

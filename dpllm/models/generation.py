@@ -29,8 +29,7 @@ from transformers import (
 from dpllm.config import PRETRAINED_FOLDER, RECIPE_FILE, TASKS, ConfigError, ModelConfig, load_recipe
 from dpllm.config.values import between, integer
 from dpllm.data.chat import prompt_of_chat
-from dpllm.models.load import load_tokenizer
-from dpllm.models.loading import NO_CODE, load_adapter, load_pretrained, not_loaded
+from dpllm.models.load import NO_CODE, load_adapter, load_pretrained, load_tokenizer, not_loaded
 from dpllm.models.tasks import task_of_class
 from dpllm.models.writing import also_end_with, saved_ends
 from dpllm.privacy.ledger import LEDGER_FILE

@@ -3,6 +3,9 @@
 A model comes from the Hub, from a folder, or new from a configuration. The recipe then selects the trained parameters:
 all, LoRA factors, or all but some frozen ones. Attaching the hooks later checks that each trainable part can be clipped
 exactly.
+
+transformers fills parts that are missing from the weights with random numbers, and drops parts that are missing from
+the configuration; it only logs a line. Here both are errors, except for the new head of a classifier.
 """
 
 from __future__ import annotations
@@ -10,16 +13,21 @@ from __future__ import annotations
 import copy
 import dataclasses
 import fnmatch
+from collections import deque
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
+from huggingface_hub.constants import HF_HUB_OFFLINE
 from huggingface_hub.errors import StrictDataclassError
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
-from torch import nn
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from safetensors import safe_open
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoTokenizer,
@@ -31,13 +39,297 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 
 from dpllm.config import TASKS, ConfigError, ModelConfig, nearest
 from dpllm.config.foreign_kinds import check_kinds
+from dpllm.config.hub import refuse_lfs_pointer
 from dpllm.config.values import between, integer
 from dpllm.data.tokenization import train_tokenizer
 from dpllm.models.inputs import align_padding
-from dpllm.models.loading import NO_CODE, check_adapter_names, load_pretrained, needs_code, not_loaded, one_line
 from dpllm.models.quantization import config_for, make_ready, refuse_other_form, stored_as
 from dpllm.models.starting_point import DATA_DRIVEN_INIT
+from dpllm.models.tasks import task_of
 from dpllm.models.writing import complete_generation_config
+
+NO_CODE = {"trust_remote_code": False}
+"""Argument of every ``from_pretrained``: by default transformers asks on a terminal whether to run a folder's code."""
+_SHOWN = 3
+_POINTER = 1024  # bytes: a git-lfs pointer has fewer
+_ADAPTER, _CONFIG = "adapter_config.json", "config.json"
+
+
+def load_pretrained(auto: Any, name: str, new_head: bool, **options: Any) -> Any:
+    """Return ``auto.from_pretrained(name, **options)``, and check that it is complete.
+
+    Args:
+        auto: a class of transformers, such as ``AutoModelForCausalLM``.
+        name: a folder, or a name on the Hub.
+        new_head: whether the task's head may be new (a classifier on a language model).
+        options: options of ``from_pretrained``. Code in the folder does not run unless ``trust_remote_code`` is true.
+
+    Raises:
+        ConfigError: it cannot be read, or its weights do not fit its configuration.
+    """
+    try:
+        model, info = auto.from_pretrained(name, output_loading_info=True, **{**NO_CODE, **options})
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:  # any: damage raises SafetensorError, UnpicklingError, BadZipFile, ...
+        raise not_loaded("model", name, error) from error
+    refuse_mismatch(model, info, name, new_head)
+    return model
+
+
+def refuse_mismatch(model: nn.Module, info: Mapping[str, Any], name: str, new_head: bool) -> None:
+    """Refuse weights that are missing from a folder, or that its configuration does not contain.
+
+    Args:
+        model: the loaded model.
+        info: ``missing_keys``, ``unexpected_keys`` and ``mismatched_keys`` of transformers.
+        name: name of the folder, for the message.
+        new_head: whether parts outside the base model may be new or left over.
+
+    Raises:
+        ConfigError: parts would be random or unused.
+    """
+    prefix = str(getattr(model, "base_model_prefix", ""))
+    base = getattr(model, prefix, None) if prefix else None
+    inside = {prefix, *(child for child, _ in base.named_children())} if isinstance(base, nn.Module) else set()
+
+    def counts(keys: Iterable[Any]) -> list[str]:
+        names = sorted(str(key[0]) if isinstance(key, tuple | list) else str(key) for key in keys)
+        if not new_head:
+            return names
+        return [key for key in names if key.split(".")[0] in inside and ".pooler." not in f".{key}"]
+
+    missing, unexpected = counts(info.get("missing_keys", ())), counts(info.get("unexpected_keys", ()))
+    # An unused head of another task is harmless; an unused layer is not.
+    unexpected = [key for key in unexpected if key.split(".")[0] in inside and ".pooler." not in f".{key}"]
+    mismatched = counts(info.get("mismatched_keys", ()))
+    found = [
+        f"{len(keys)} {words} ({', '.join(keys[:_SHOWN])}{', …' if len(keys) > _SHOWN else ''})"
+        for keys, words in (
+            (missing, "parameters are not in the files and would be random"),
+            (unexpected, "parameters in the files do not exist in the model"),
+            (mismatched, "parameters have a different shape in the files"),
+        )
+        if keys
+    ]
+    if found:
+        raise ConfigError(
+            f"the model {name!r} does not match its config.json ({type(model).__name__}): {'; '.join(found)}. Name a "
+            "folder whose config.json belongs to its weights, or the task for which the model was saved (model.task)"
+        )
+
+
+def load_adapter(base: Any, folder: str | Path, **options: Any) -> PeftModel:
+    """Return a model with the adapter of a folder, even if the adapter was trained with added tokens.
+
+    Args:
+        base: the model below the adapter, with the tokens with which it was published; it is changed.
+        folder: folder of the adapter.
+        options: options of ``PeftModel.from_pretrained``.
+    """
+    rows, table = _embedding_rows(base, Path(folder)), base.get_input_embeddings()
+    if rows is not None and rows != table.num_embeddings:
+        base.resize_token_embeddings(rows, mean_resizing=False)  # the adapter has all rows
+    adapted: PeftModel = PeftModel.from_pretrained(base, str(folder), **options)
+    return adapted
+
+
+def _embedding_rows(base: nn.Module, folder: Path) -> int | None:
+    """Return the number of tokens in the embedding that an adapter's file contains; None: it contains none."""
+    path, table = folder / SAFETENSORS_WEIGHTS_NAME, base.get_input_embeddings()  # type: ignore[operator]
+    place = next((name for name, module in base.named_modules() if module is table), None)
+    if place is None or not path.is_file():
+        return None
+    with safe_open(path, framework="pt") as file:
+        parts = (".weight", ".base_layer.weight", ".token_adapter.base_layer.weight")
+        names = {f"base_model.model.{place}{part}" for part in parts} & set(file.keys())
+        return int(file.get_slice(min(names)).get_shape()[0]) if names else None
+
+
+def changes_of_base(model: Any) -> tuple[dict[str, Any], int | None]:
+    """Return how the model below an adapter differs from its files, which the model card states.
+
+    Returns:
+        The arguments of ``from_pretrained`` that give the base model its head, classes and padding, and the
+        number of rows of its embedding if tokens were added (None: as many as in its files).
+    """
+    inner = model.get_base_model()
+    config: Any = getattr(inner, "config", None)
+    if not isinstance(config, PreTrainedConfig):
+        return {}, None
+    name = model.active_peft_config.base_model_name_or_path
+    try:
+        saved: Any = AutoConfig.from_pretrained(name, **NO_CODE) if name else None
+    except Exception:  # any: the model does not exist, or its configuration has a user's class
+        saved = None
+    changes: dict[str, Any] = {}
+    task, names = task_of(inner), dict(config.id2label or {})
+    if task is not None and TASKS[task].needs_labels:
+        changes["num_labels"] = config.num_labels
+        if names != {number: f"LABEL_{number}" for number in range(len(names))}:
+            changes |= {"id2label": names, "label2id": dict(config.label2id or {})}
+        if config.problem_type is not None:
+            changes["problem_type"] = config.problem_type
+        if getattr(config, "pad_token_id", None) != getattr(saved, "pad_token_id", None):
+            changes["pad_token_id"] = config.pad_token_id  # a decoder's head reads the last token before the padding
+    had, table = _vocabulary(saved), inner.get_input_embeddings()
+    parts: Any = table.modules() if isinstance(table, nn.Module) else ()  # PEFT wraps it
+    rows: int | None = next((part.num_embeddings for part in parts if hasattr(part, "num_embeddings")), None)
+    return changes, rows if had is not None and had != rows else None
+
+
+def _vocabulary(config: Any) -> int | None:
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(text, "vocab_size", None)
+
+
+def is_path(name: str) -> bool:
+    """Return whether a name can only be a folder: a Hub id is ``name`` or ``owner/name``, and begins with a letter.
+
+    >>> [is_path(name) for name in ("./model", "~/model", "/models/gpt2", "a/b/c", "models/", "openai-community/gpt2")]
+    [True, True, True, True, True, False]
+    """
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name or name.endswith("/")
+
+
+def require_folder(what: str, name: str) -> None:
+    """Check that a name which can only be a path is that of a folder with a model; nothing is loaded.
+
+    Args:
+        what: "model" or "tokenizer", for the message.
+        name: name in a recipe.
+
+    Raises:
+        ConfigError: there is no such folder, it is a file, or it holds only an adapter or git-lfs pointers.
+    """
+    folder = Path(name)
+    if folder.is_file():
+        raise ConfigError(f"the {what} {name!r} cannot be loaded: it is a file. Name the folder that contains it")
+    if not folder.is_dir() and is_path(name):
+        whole = folder.expanduser()
+        remedy = f"Write the full path, {whole}" if whole.is_dir() else "Correct it, or give a Hub id (owner/name)"
+        raise ConfigError(
+            f"the {what} {name!r} cannot be loaded: there is no such folder (seen from {Path.cwd()}). {remedy}"
+        )
+    if what == "model" and (folder / _ADAPTER).is_file() and not (folder / _CONFIG).is_file():
+        raise ConfigError(
+            f"the model {name!r} cannot be loaded: the folder holds a LoRA adapter, not a whole model. Name the "
+            "model on which it was trained"
+        )
+    for file in sorted(folder.glob("*")):
+        if file.is_file() and file.stat().st_size < _POINTER:
+            refuse_lfs_pointer(file, ConfigError)
+
+
+def needs_code(error: Exception) -> bool:
+    """Return whether transformers refused to load a folder because it holds code."""
+    return isinstance(error, ValueError) and "trust_remote_code" in str(error)
+
+
+def not_loaded(what: str, name: str, error: Exception) -> ConfigError:
+    """Return the error for a model or tokenizer that cannot be read, with the reason in one line."""
+    try:
+        require_folder(what, name)
+    except ConfigError as missing:
+        return missing
+    if needs_code(error):
+        return ConfigError(
+            f"the {what} {name!r} comes with its own code (auto_map in its config.json), which runs only if you allow "
+            "it. Read its .py files, then set model.trust_remote_code=true (DPSFTTrainer, DPDPOTrainer: "
+            "args.trust_remote_code), or choose a model whose class is part of transformers"
+        )
+    local = Path(name).is_dir()
+    offline = " (HF_HUB_OFFLINE is set, so only cached files are used)" if HF_HUB_OFFLINE else ""
+    kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+    if local:
+        return ConfigError(
+            f"the {what} {name!r} cannot be loaded: {kind}{one_line(error)}. Its files (config.json, weights, "
+            "tokenizer files) are damaged or do not belong together: copy the folder again"
+        )
+    return ConfigError(
+        f"the {what} {name!r} cannot be loaded{offline}: there is no local folder of this name, and the Hub returned "
+        f"{kind}{one_line(error)}. Give a local folder, or a Hub name that can be reached"
+    )
+
+
+def check_adapter_names(base: nn.Module, config: LoraConfig, source: str = "model.adapter") -> None:
+    """Check that every module that LoRA names is in the model; peft silently skips unknown names.
+
+    Raises:
+        ConfigError: a name matches no module.
+    """
+    names = [name for name, _ in base.named_modules() if name]
+    for key in ("target_modules", "modules_to_save", "exclude_modules"):
+        wanted = getattr(config, key)
+        if wanted is None or isinstance(wanted, str):
+            continue  # a string is "all-linear" or a pattern; peft itself refuses it without a match
+        for module in wanted:
+            if not any(name == module or name.endswith(f".{module}") for name in names):
+                last = {name.rsplit(".", 1)[-1] for name in names}
+                raise ConfigError(
+                    f"{source}: {key} names '{module}', but the model has no such module"
+                    f"{nearest(str(module), last) or '.'} Its module names end in {', '.join(sorted(last)[:12])}"
+                )
+
+
+def one_line(error: BaseException) -> str:
+    """Return the text of an error on one line, at most 300 characters."""
+    return " ".join(str(error).split())[:300].rstrip(".")
+
+
+_CONTAINERS = (list, dict, set, deque)
+_DATA = (bool, int, float, complex, str, bytes, type(None), *_CONTAINERS, tuple, Tensor, np.ndarray)
+_COPIED = 1 << 12  # the largest number of entries of a container that is copied, one level deep
+_PARTS = ("_buffers", "_parameters", "_modules")
+_INTERNAL = frozenset(vars(nn.Module()))  # of every module, among them parameters, buffers and submodules
+
+
+class StartingValues:
+    """The attributes of all modules, and of their configurations, at one moment.
+
+    A tensor or a container with more than 4096 entries that is changed in place is not restored.
+
+    Args:
+        model: a model that dpllm loaded.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Store the values; containers are copied."""
+        self._holders = _holders(model)
+        self._values = [_data(holder) for holder in self._holders]
+        self._entries = [
+            {name: value.copy() for name, value in values.items() if _is_copied(value)} for values in self._values
+        ]
+
+    def restore(self) -> None:
+        """Restore these values, and remove attributes that are new."""
+        for holder, values, entries in zip(self._holders, self._values, self._entries, strict=True):
+            for name in _data(holder).keys() - values.keys():
+                del vars(holder)[name]
+            parts = [vars(holder).get(part, ()) for part in _PARTS]  # an attribute would hide a part of the same name
+            vars(holder).update({name: value for name, value in values.items() if not any(name in p for p in parts)})
+            for name, copied in entries.items():
+                container = values[name]
+                container.clear()
+                (container.extend if isinstance(container, list | deque) else container.update)(copied)
+
+
+def _holders(model: nn.Module) -> list[Any]:
+    """Return the modules and their configurations, each once."""
+    modules = list(model.modules())
+    configs = [vars(module).get("config") for module in modules]
+    found = [*modules, *(config for config in configs if hasattr(config, "to_dict"))]
+    return list({id(holder): holder for holder in found}.values())
+
+
+def _data(holder: Any) -> dict[str, Any]:
+    internal = _INTERNAL if isinstance(holder, nn.Module) else frozenset()
+    return {name: value for name, value in vars(holder).items() if isinstance(value, _DATA) and name not in internal}
+
+
+def _is_copied(value: Any) -> bool:
+    return isinstance(value, _CONTAINERS) and len(value) <= _COPIED
+
 
 AUTO_MODEL: dict[str, Any] = {task: getattr(transformers, about.auto_class) for task, about in TASKS.items()}
 _CLASSES: dict[str, Any] = {
@@ -177,19 +469,16 @@ def _heads(model: ModelConfig, labels: Mapping[str, Any]) -> list[str]:
     return [name for name, _ in base.named_children() if name != base.base_model_prefix]
 
 
-def skeleton(model: ModelConfig, num_labels: int | None = None) -> PreTrainedModel | PeftModel:
+def skeleton(model: ModelConfig) -> PreTrainedModel | PeftModel:
     """Return the model of a recipe without weights, on the meta device, with its adapters and frozen parameters.
 
-    Only its configuration is read: ``model.config``, or the config.json of ``model.name``.
-
-    Args:
-        model: the recipe's section.
-        num_labels: number of classes if `model.num_labels` is not given; None: two, so that it can be built.
+    Only its configuration is read: ``model.config``, or the config.json of ``model.name``. Without `model.num_labels`
+    a classifier has two classes, so that it can be built.
 
     Raises:
         ConfigError: no model can be built from the configuration, or the adapters or patterns do not fit it.
     """
-    labels = _labels(model, num_labels or 2)
+    labels = _labels(model, 2)
     dtype = torch.float32 if model.dtype == "auto" else DTYPES[model.dtype]
     where = "model.config" if model.config is not None else f"the config.json of the model {model.name!r}"
     try:

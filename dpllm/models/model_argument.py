@@ -18,8 +18,7 @@ from transformers import AutoConfig, set_seed
 
 from dpllm.config import TASKS, ConfigError, ModelConfig, read_section
 from dpllm.config.tasks import labels_of
-from dpllm.models.load import load_base_model, load_tokenizer, prepare_model, with_adapter
-from dpllm.models.loading import not_loaded
+from dpllm.models.load import load_base_model, load_tokenizer, not_loaded, prepare_model, with_adapter
 from dpllm.models.tasks import task_of, task_of_class
 
 

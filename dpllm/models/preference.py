@@ -2,7 +2,7 @@
 
 A pair is one row of the training data. Its loss depends on two sequences, so the model is called twice for each
 microbatch, once with the chosen and once with the rejected answers of the same pairs; a row of each call is the same
-pair. Norms and sums add up over both calls (`dpllm.ghost.calls`).
+pair. Norms and sums add up over both calls.
 
 The formulas are those of TRL 1.16 (``DPOTrainer._compute_loss``) before its mean over the batch;
 `tests/models/test_preference.py` compares each with TRL's scalar for a batch of one pair. Losses that sort the batch or
@@ -246,7 +246,7 @@ def pair_log_probs(model: Any, inputs: Mapping[str, Any], tail_weight: float | N
     Args:
         model: a causal language model.
         inputs: ``input_ids``, ``attention_mask`` and ``labels`` (B, T) of each of `SIDES`, such as
-            ``chosen_input_ids`` (`dpllm.data.preferences.PairCollator`).
+            ``chosen_input_ids`` (`dpllm.data.examples.PairCollator`).
         tail_weight: as for `PairLoss`.
     """
     counts_B2 = torch.stack([(inputs[f"{side}_labels"][:, 1:] != IGNORE).sum(1) for side in SIDES], 1)

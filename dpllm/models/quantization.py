@@ -64,9 +64,6 @@ def make_ready(model: nn.Module) -> None:
     Each would look like a frozen weight that changed. The first two are done here, and the layer's own flag disables
     the third.
 
-    Args:
-        model: model before it is hooked.
-
     Raises:
         ConfigError: a layer already has the layout without a backward pass.
     """
@@ -90,10 +87,6 @@ def make_ready(model: nn.Module) -> None:
 
 def refuse_other_form(model: nn.Module, quantization: Any) -> None:
     """Check that a loaded model has the form that a recipe names, since transformers keeps the form of the files.
-
-    Args:
-        model: the loaded model.
-        quantization: value in the recipe.
 
     Raises:
         ConfigError: its files were already quantised in a different way.

@@ -151,11 +151,7 @@ class RunWeights:
         return self._model()
 
     def changed(self, model: nn.Module) -> list[str]:
-        """Return the names of parameters that changed after the run's end; none before its end, or if sharded.
-
-        Args:
-            model: the model that is about to be saved.
-        """
+        """Return the names of parameters that changed after the run's end; none before its end, or if sharded."""
         if self._ended is None:
             return []
         now = _sums(dict(model.named_parameters()))
@@ -177,10 +173,6 @@ def runs_that_trained(model: nn.Module, own: RunName | None) -> list[Path]:
     """Return the folders of other runs of this process that trained modules of a model, in alphabetical order.
 
     Modules whose weights are those from which the first such run started do not count.
-
-    Args:
-        model: model with its adapters.
-        own: the run that begins or continues.
     """
     trained = {module: runs for module in model.modules() if (runs := _runs_of(module, "_trained"))}
     begun = {module: runs[0]._trained[module] for module, runs in trained.items() if _is_whole(module)}
@@ -190,12 +182,7 @@ def runs_that_trained(model: nn.Module, own: RunName | None) -> list[Path]:
 
 
 def runs_below(model: nn.Module, own: RunName | None) -> list[Path]:
-    """Return the folders of other runs of this process that trained on top of modules that changed afterwards.
-
-    Args:
-        model: model with its adapters.
-        own: the run that begins or continues.
-    """
+    """Return the folders of other runs of this process that trained on top of modules that changed afterwards."""
     first = {module: runs[0] for module in model.modules() if (runs := _runs_of(module, "_frozen"))}
     known = {module: one for module, one in first.items() if one.run != own and _is_whole(module)}
     sums = zip(known.items(), _sums_of_modules(list(known)), strict=True)

@@ -25,8 +25,7 @@ from dpllm.config.recipe import PRETRAINED_FOLDER
 from dpllm.engines.guard import innermost
 from dpllm.models.quantization import calibration_points
 from dpllm.models.run_weights import earlier_run, runs_below, runs_that_trained
-from dpllm.models.start_files import folder_of, trace_of_training
-from dpllm.models.start_weights import edited_weights, loaded_parts
+from dpllm.models.start_weights import edited_weights, folder_of, loaded_parts, trace_of_training
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, read_ledger
 from dpllm.privacy.run_folder import RunName, run_in
 from dpllm.report.model_card import CARD_FILE
@@ -167,10 +166,6 @@ def edited_start(model: Any, start_is_independent: bool) -> list[str]:
 
 def refuse_private_start(name: str | None, start_is_independent: bool) -> list[str]:
     """Check that a stored model is independent of private records, for settings that must not depend on them.
-
-    Args:
-        name: folder of the model, or its name on the Hub.
-        start_is_independent: the declaration that it is independent of the private records.
 
     Returns:
         Open points for a report: traces of ordinary training with the weights, unless declared.

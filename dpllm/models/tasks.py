@@ -86,9 +86,6 @@ def loading_class(model: Any) -> str:
     """Return the name of the transformers class that loads a model: that of its task, or its own.
 
     The class of a task may load a different class for this configuration, or none: for instance a decoder of sounds.
-
-    Args:
-        model: transformers model without an adapter.
     """
     own, task = type(model).__name__.removeprefix("FSDP"), task_of(model)
     if task is None:
@@ -111,11 +108,7 @@ _IN_WORDS = {
 
 
 def trained_words(model: Any) -> str:
-    """Return a description of a model and its trained weights for the report.
-
-    Args:
-        model: model with its adapter, if it has one.
-    """
+    """Return a description of a model and its trained weights for the report."""
     config = getattr(model, "active_peft_config", None)
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     kind = getattr(getattr(inner, "config", None), "model_type", None) or type(inner).__name__

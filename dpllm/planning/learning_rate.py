@@ -16,7 +16,7 @@ from dpllm.config import ConfigError
 
 if TYPE_CHECKING:
     from dpllm.config import Recipe
-    from dpllm.privacy.noise_choice import Prediction
+    from dpllm.privacy.calibration import Prediction
     from dpllm.privacy.plan import PrivacyPlan
     from dpllm.training.workload import UpdateRule
 

@@ -5,17 +5,23 @@ Place in the flow: `dpllm init`. The rules are those of `dpllm.privacy.defaults`
 Guarantee: of the private records, only facts that a guarantee treats as public enter a setting: N, and the names and
 kinds of the columns. The lengths of texts and the number of rows of a user are private. They are measured for the
 person at the screen (`Look`), and no setting depends on them.
+
+Facts of a pretrained model are read on this machine (`model_at_hand`): nothing is downloaded, and no weight is read.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
+from huggingface_hub import try_to_load_from_cache
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from dpllm.config import ConfigError, DataConfig, HeldOut, Microbatch, ModelConfig, PrivacyConfig, Recipe
 from dpllm.config.data_section import MAX_LENGTH, READING
@@ -23,18 +29,98 @@ from dpllm.config.formats.catalogue import formats_for
 from dpllm.config.formats.record_format import Chat, TextLabel, columns_in
 from dpllm.config.recipe_file import UNIT
 from dpllm.config.tasks import TASKS
+from dpllm.config.yaml12 import write_yaml
 from dpllm.data.columns import texts_of
 from dpllm.data.records import DataError, load_records, reading_remarks
 from dpllm.data.rows import unit_index_of
 from dpllm.data.units import UnitIndex
-from dpllm.models.local_model import ModelAtHand
+from dpllm.ghost.attach import is_linear, is_transposed
+from dpllm.models.inputs import num_positions
+from dpllm.models.load import NO_CODE, load_tokenizer, not_loaded, require_folder, skeleton
 from dpllm.models.starting_point import refuse_private_start
-from dpllm.planning.recipe_text import recipe_text
 from dpllm.privacy import defaults
 from dpllm.privacy.plan import PrivacyPlan
-from dpllm.training.settings import Setting
+from dpllm.training.settings import Setting, flow
 from dpllm.training.suggested_run import suggested_run
 from dpllm.training.weight_size import WeightSize, size_of_model
+
+_ENDLESS = 1_000_000  # a tokenizer without a limit states 10^30
+
+
+@dataclass(frozen=True)
+class ModelAtHand:
+    """A model on this machine.
+
+    Attributes:
+        folder: folder with its config.json.
+        encoder_decoder: whether it has an encoder and a decoder.
+        parameters: number of its parameters.
+        longest: the largest number of tokens of a row, by positions and tokenizer; None: no limit is stated.
+        transposed: whether its matrices are stored as inputs by outputs (GPT-2).
+        has_weights: whether its .safetensors files are on this machine.
+        tokenizer: its tokenizer.
+    """
+
+    folder: str
+    encoder_decoder: bool
+    parameters: int
+    longest: int | None
+    transposed: bool
+    has_weights: bool
+    tokenizer: PreTrainedTokenizerBase
+
+    @property
+    def has_template(self) -> bool:
+        """Return whether its tokenizer has a chat template."""
+        return bool(self.tokenizer.chat_template)
+
+
+def model_at_hand(name: str) -> ModelAtHand | None:
+    """Return the facts of a model in a folder or in the cache of the Hub; None if it is not on this machine.
+
+    Raises:
+        ConfigError: there is no such folder, or its files are damaged.
+    """
+    require_folder("model", name)
+    folder = Path(name)
+    if not folder.is_dir():
+        cached = try_to_load_from_cache(name, "config.json")
+        if not isinstance(cached, str):
+            return None
+        folder = Path(cached).parent
+    try:
+        config: Any = AutoConfig.from_pretrained(str(folder), **NO_CODE)
+    except (OSError, ValueError) as error:
+        raise not_loaded("model", name, error) from error
+    encoder_decoder = bool(config.is_encoder_decoder)
+    section = ModelConfig(name=str(folder), task="seq2seq_lm" if encoder_decoder else "causal_lm")
+    try:
+        tokenizer = load_tokenizer(section)
+    except ConfigError:
+        if str(folder) != name:  # the cache may contain only a part of the model
+            return None
+        raise
+    model = _built(section)
+    limits = [num_positions(model), getattr(config, "max_position_embeddings", None), tokenizer.model_max_length]
+    known = [int(limit) for limit in limits if limit is not None and 0 < limit < _ENDLESS]
+    return ModelAtHand(
+        folder=str(folder),
+        encoder_decoder=encoder_decoder,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        longest=min(known, default=None),
+        transposed=any(is_linear(module) and is_transposed(module) for module in model.modules()),
+        has_weights=any(folder.glob("*.safetensors")),
+        tokenizer=tokenizer,
+    )
+
+
+def _built(section: ModelConfig) -> Any:
+    """Return the model without weights: as a language model, or an encoder as a classifier."""
+    try:
+        return skeleton(section)
+    except ConfigError:
+        return skeleton(ModelConfig(name=section.name, task="sequence_classification", num_labels=2))
+
 
 _LOOKED_AT = 500  # records whose lengths are estimated
 _CHARACTERS_OF_A_TOKEN = 4
@@ -141,10 +227,6 @@ class NewRecipe:
 
 def new_recipe(wishes: Wishes, at_hand: ModelAtHand | None) -> NewRecipe:
     """Return the recipe for a person's wishes; the records are read once.
-
-    Args:
-        wishes: what was decided.
-        at_hand: the model, if it is on this machine.
 
     Raises:
         ConfigError: the format, the task and the model do not fit, or the model was trained on private records.
@@ -451,3 +533,47 @@ def _look(records: datasets.Dataset, data: DataConfig, at_hand: ModelAtHand | No
 
 def _rounded(value: Any) -> int:
     return int(float(f"{float(value):.2g}"))
+
+
+_WIDTH = 110
+
+
+def recipe_text(settings: Sequence[Setting], header: Sequence[str], left_out: Mapping[str, Sequence[str]]) -> str:
+    """Return the YAML of a recipe.
+
+    Args:
+        settings: in the order of the file; the settings of a section are written together. One with an empty reason
+            has no comment. A model of which only the name is set has the short form.
+        header: paragraphs above the recipe.
+        left_out: lines by section, written as comments at its end, such as keys that people may add.
+    """
+    sections: dict[str, list[Setting]] = {}
+    for setting in settings:
+        section, dot, _ = setting.key.partition(".")
+        sections.setdefault(section if dot else "", []).append(setting)
+    for section in left_out:
+        sections.setdefault(section, [])
+    top = sections.pop("", [])
+    lines = [line for number, text in enumerate(header) for line in (["#"] if number else []) + _comment(text)]
+    for section, own in sections.items():
+        if [setting.key for setting in own] == ["model.name"]:
+            lines += ["", *_comment(own[0].reason), *_entry("model", own[0].value)]
+            continue
+        lines += ["", f"{section}:"]
+        for setting in own:
+            key = setting.key.partition(".")[2]
+            lines += [f"  {line}" for line in (*_comment(setting.reason), *_entry(key, setting.value))]
+        lines += [f"  # {line}" for line in left_out.get(section, ())]
+    for setting in top:
+        lines += ["", *_comment(setting.reason), *_entry(setting.key, setting.value)]
+    return "\n".join(lines) + "\n"
+
+
+def _comment(text: str) -> list[str]:
+    return [f"# {line}" for line in textwrap.wrap(text, _WIDTH, break_long_words=False, break_on_hyphens=False)]
+
+
+def _entry(key: str, value: Any) -> list[str]:
+    if isinstance(value, Mapping):
+        return [f"{key}: {flow(value)}"]
+    return write_yaml({key: value}).rstrip("\n").split("\n")

@@ -12,36 +12,60 @@ What equals the plan and what is shorter:
 - The number of steps is a quarter, in whole cycles of bands. The schedule and the average cover the same shares of the
   run. Fewer steps collect less signal, so the losses are worse than those of the run; only their order counts.
 - The learning rate is multiplied by a factor with which noise moves the released weights of rehearsal and run equally
-  far (`dpllm.planning.rate_scaling`): with independent noise, a quarter of the steps takes twice the rate, as in the
+  far (`rate_factor`): with independent noise, a quarter of the steps takes twice the rate, as in the
   rule 1/√T.
+
+The public text is checked not to be the private data. If the recipe has a public stage, the stage comes first, as
+before the private run. If the rehearsal has only the text of the stage, one half trains the stage and the other half is
+used for the rehearsal, since rows on which the model was already trained would favour small rates.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import datasets
+import numpy as np
 from transformers import PrinterCallback, TrainerCallback
 
-from dpllm.config import PrivacyConfig
-from dpllm.data.records import DataError
+from dpllm.config import DataConfig, HeldOut, PrivacyConfig, Recipe
+from dpllm.data.records import DataError, load_records, load_train_and_eval, shared_source
+from dpllm.data.rows import RowCollator, num_labels_of, tokenize_records
+from dpllm.data.shared_records import shared_records
+from dpllm.data.tokenization import RECORD
 from dpllm.engines.finite import NonfiniteError
-from dpllm.models.load import prepare_model
-from dpllm.planning.public_text import QUIET, Material
-from dpllm.planning.rate_scaling import rate_factor
+from dpllm.mechanism.parts import Noise
+from dpllm.models.load import load_base_model, load_tokenizer, prepare_model
+from dpllm.privacy.calibration import step_noise
 from dpllm.training.arguments import training_arguments
 from dpllm.training.evaluation import measure
+from dpllm.training.finetune import start_in, train_on_public_text
 from dpllm.training.preflight import PLAIN
 from dpllm.training.save_rehearsal import quiet
 from dpllm.training.settings import two_digits
 from dpllm.training.suggested_run import Suggested
 from dpllm.training.trainer import DPTrainer
+from dpllm.training.weight_size import WeightSize, size_of_parameters
 from dpllm.training.workload import UpdateRule
+
+QUIET = {
+    "save_strategy": "no",
+    "eval_strategy": "no",
+    "logging_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "push_to_hub": False,
+}
+"""Options of trainings whose results are compared and whose files are deleted."""
+_HELD_OUT_SHARE, _MOST_HELD_OUT = 0.1, 500
+_SHUFFLE = 20240229  # a public constant
 
 STEP = 2.0
 """The ratio of neighbouring learning rates."""
@@ -316,3 +340,194 @@ class Steps(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Call the function."""
         self._moved(state.global_step)
+
+
+def rate_factor(noise: Noise, run: UpdateRule, shorter: UpdateRule) -> float:
+    """Return the learning rate of a shorter run over that of the run, with the same noise.
+
+    Derivation, for the expected loss of a quadratic model. Direction i has curvature h_i, and the start is Δ_i away
+    from the optimum in it. With learning rate η the released weights follow a constant gradient by ηA, where A is the
+    sum of the workload's response w (`dpllm.mechanism.strategies`), and they contain noise of standard deviation ηN,
+    where N = ‖wᵀM⁻¹‖ in units of σC/b. Then
+
+        2 E L(η) = Σ_i h_i Δ_i² exp(-2 η A h_i) + η² N² Σ_i h_i,
+
+    and at the best rate A Σ_i h_i² Δ_i² exp(-2 η A h_i) = η N² Σ_i h_i. Let u be the mean of η A h_i with the terms of
+    the left sum as weights: the progress in the directions that still have a gradient. The derivative of the logarithms
+    gives
+
+        (1 + 2u) d ln η = (1 - 2u) d ln A - 2 d ln N.
+
+    - u near 0: the weights hardly move, and nearly all of the loss remains. The best rate is proportional to A / N².
+    - u = ½: it is proportional to 1 / N, for any A.
+    - u large: the noise does not matter. It is proportional to 1 / A.
+
+    Adam divides each update by about S, the root mean square of the noise of a step: η / S replaces η. Correlated
+    noise of a short run has smaller steps, because noise of earlier cycles is not yet in them, so S does not cancel.
+
+    The factor is the one for u = ½: the rate is proportional to S / N (1 / N without the division), and noise moves the
+    released weights of both runs equally far. Reason: in quadratic models with curvatures h_i ∝ i^-a for a from 0.5 to
+    2, whose runs leave 1 to 40 % of the loss, the exact best rate of 48 steps over that of 160 (AdamW, constant rate,
+    average) was 0.9 to 1.6 with 16 bands, on average 1.08, and 1.4 to 2.1 with independent noise, on average 1.6. S / N
+    gives 1.14 and 1.71; A S / N² gives 0.49 and 0.88, and 1 / N, without the size of a step, 1.43 with bands.
+
+    Assumptions: the noise of a step is larger than its signal; each direction has the same noise; the noise in the
+    weights is not affected by the curvature (in the exact ratios above it is); the optimum is the same for both runs;
+    and the warm-up and the average are the same shares of both.
+
+    Args:
+        noise: noise of both runs, with all its numbers.
+        run: the update rule of the run.
+        shorter: the update rule of the shorter run, with the same optimizer.
+    """
+    return _moved_by_noise(noise, run) / _moved_by_noise(noise, shorter)
+
+
+def _moved_by_noise(noise: Noise, rule: UpdateRule) -> float:
+    """Return the standard deviation of the noise in the released weights, in learning rates."""
+    size = step_noise(noise, len(rule.rates)) if rule.divides else 1.0
+    return noise.error(rule.workload()) / size
+
+
+@dataclass(frozen=True)
+class Material:
+    """The public rows and the start of all trainings.
+
+    Attributes:
+        base: the model without adapters; it is copied for each training.
+        tokenizer: its tokenizer.
+        rows: rows to train on; each is a unit.
+        held_out: rows to measure.
+        collator: makes tensors from rows.
+        source: name of the text.
+        size: the size of the trained weights.
+    """
+
+    base: Any
+    tokenizer: Any
+    rows: datasets.Dataset
+    held_out: datasets.Dataset
+    collator: RowCollator
+    source: str
+    size: WeightSize
+
+
+def public_section(recipe: Recipe, path: str | None) -> DataConfig:
+    """Return the section with which a rehearsal reads public text.
+
+    Args:
+        recipe: its public stage is used if ``path`` is None.
+        path: path of public text in the form of the private records; a .txt file has one text in each line.
+
+    Raises:
+        DataError: there is no public text; or it, or the text of the public stage, is a source of the private records.
+            No file is opened for this.
+    """
+    if path is None and recipe.public_pretrain is None:
+        raise DataError(
+            "a rehearsal needs public text, and the recipe has no public_pretrain section: add --public FILE"
+        )
+    if path is None:
+        assert recipe.public_pretrain is not None
+        section = _stage_section(recipe, recipe.public_pretrain.data)
+    else:
+        own: dict[str, Any] = {"eval": HeldOut()}
+        if path.endswith(".txt"):
+            own |= {"format": "text", "columns": {"text": "text"}}
+        section = dataclasses.replace(recipe.data, **own, path=path, name=None, split="train", limit=None)
+    for text in _sections(recipe, section):
+        same = shared_source(recipe.data, text)
+        if same is not None:
+            raise DataError(
+                f"the public text of a rehearsal, {text.path}, is a source of the private records ({same}). A "
+                "rehearsal spends no ε, so it may use none of them: give public text in separate files"
+            )
+    return section
+
+
+def _sections(recipe: Recipe, section: DataConfig) -> list[DataConfig]:
+    """Return all sections whose text a rehearsal trains on; the public stage's comes first."""
+    stage = recipe.public_pretrain
+    return [section] if stage is None or section == _stage_section(recipe, stage.data) else [stage.data, section]
+
+
+def _stage_section(recipe: Recipe, data: DataConfig) -> DataConfig:
+    """Return the section with which a rehearsal reads the text of the public stage."""
+    return dataclasses.replace(data, eval=HeldOut(), max_length=recipe.data.max_length)
+
+
+def refuse_private_records(recipe: Recipe, section: DataConfig, records: Sequence[Any]) -> None:
+    """Check that the public text of a rehearsal, and that of the public stage, contain no private records.
+
+    Args:
+        recipe: its data section reads the private records.
+        section: reads the text to rehearse on.
+        records: private records, and held-out ones unless they are public.
+
+    Raises:
+        DataError: it contains some. The message omits their number, which depends on the private records.
+    """
+    stage = recipe.public_pretrain
+    for text in _sections(recipe, section):
+        of_stage = stage is not None and stage.data.path == text.path
+        allowed = stage.max_shared_records if stage is not None and of_stage else 0
+        public = load_records(text)
+        if sum(shared_records(private, recipe.data, public, text) for private in records) > allowed:
+            name = "public_pretrain.data.path=" if of_stage else ""
+            remedy = "" if of_stage else ", or give other public text (--public)"
+            raise DataError(
+                f"the public text of a rehearsal, {name}{text.path}, contains private records of "
+                f"data.path={recipe.data.path} ({allowed} are declared): remove them from the public text{remedy}"
+            )
+
+
+def load_material(recipe: Recipe, section: DataConfig, folder: Path, callbacks: Sequence[TrainerCallback]) -> Material:
+    """Read the public text, run the recipe's public stage, and hold out rows to measure.
+
+    Args:
+        recipe: its private data are not read.
+        section: made by `public_section`.
+        folder: empty folder for the model after the public stage, to be deleted by the caller.
+        callbacks: callbacks of the public stage.
+
+    Raises:
+        ConfigError, DataError: the text or the model cannot be loaded, or there are too few records.
+    """
+    records, held_out = load_train_and_eval(dataclasses.replace(section, eval=HeldOut(share=_HELD_OUT_SHARE)))
+    assert held_out is not None, "a share is held out"
+    stage, staged = recipe.public_pretrain, None
+    texts = None
+    if stage is not None:
+        all_staged = load_records(stage.data)
+        texts = all_staged[stage.data.column("text")] if recipe.model.tokenizer_vocab_size else None
+        if section.path == stage.data.path:
+            if len(records) < 2:
+                raise DataError(f"{section.path} has too few records for a public stage and a rehearsal: use --public")
+            order = np.random.default_rng(_SHUFFLE).permutation(len(records))
+            half = len(records) // 2
+            staged, records = records.select(np.sort(order[:half])), records.select(np.sort(order[half:]))
+        else:
+            staged = all_staged
+    tokenizer = load_tokenizer(recipe.model, texts)
+    task, num_labels, start = recipe.model.task, num_labels_of(records, section), recipe.model
+    if staged is not None:
+        train_on_public_text(recipe, staged, tokenizer, num_labels, folder, QUIET, callbacks)
+        start = start_in(folder, recipe.model)
+    base = load_base_model(start, tokenizer, num_labels)
+    num_labels = base.config.num_labels
+
+    def rows_of(part: datasets.Dataset) -> datasets.Dataset:
+        rows = tokenize_records(part, tokenizer, section, (), task, num_labels)
+        return rows.remove_columns(RECORD) if RECORD in rows.column_names else rows  # each row is a unit
+
+    measured = rows_of(held_out)
+    trained = prepare_model(copy.deepcopy(base), recipe.model).parameters()
+    return Material(
+        base=base,
+        tokenizer=tokenizer,
+        rows=rows_of(records),
+        held_out=measured.select(range(min(len(measured), _MOST_HELD_OUT))),
+        collator=RowCollator(pad_token_id=tokenizer.pad_token_id, task=task),
+        source=section.path,
+        size=size_of_parameters(trained, "of the trained weights at the start of the rehearsal"),
+    )

@@ -2,7 +2,7 @@
 
 This happens before a run. `dpllm.privacy.calibration` finds σ at every point of a grid, with independent noise or with
 every noise that a recipe allows, and one point is recommended. Nothing is trained, and no private data are read.
-`dpllm.planning.sweep_text` formats the result as text, `dpllm.planning.sweep_figure` draws it.
+`dpllm.planning.sweep_text` formats the result as text, `dpllm.planning.sweep_text` draws it.
 
 Terms. b units are expected in a step, T steps are taken, σ keeps the run within the budget (ε, δ), C is the clip norm.
 
@@ -10,7 +10,7 @@ Terms. b units are expected in a step, T steps are taken, σ keeps the run withi
   quality of private training depends on σ/b and on T, and hardly on b and σ separately ("Scaling Laws for
   Differentially Private Language Models", arXiv:2501.18914, used to set up VaultGemma, arXiv:2510.15001).
 * *Predicted noise* (σ/b) ‖wᵀM⁻¹‖ / Σw: the standard deviation of the noise in the released weights over their response
-  to a constant gradient of norm C, with the run's response w (`dpllm.mechanism.workload`) and the noise's
+  to a constant gradient of norm C, with the run's response w (`dpllm.mechanism.strategies`) and the noise's
   correlation M. With independent noise and equal steps it is σ / (b √T).
 * *Cumulative signal-to-noise ratio* √T b/σ, with independent noise: the sum of T averaged gradients has T times the
   signal of one and √T times its noise. Its unit is (signal per step)/C, which is assumed to be the same at all points.
@@ -61,11 +61,10 @@ from dpllm.mechanism.catalogue import spec_of
 from dpllm.mechanism.events import Event
 from dpllm.mechanism.noise import IndependentNoise
 from dpllm.mechanism.parts import Draw, Noise
-from dpllm.mechanism.workload import Workload
+from dpllm.mechanism.strategies import Workload
 from dpllm.privacy.accounting import epsilon
-from dpllm.privacy.calibration import least_noise, require_target
-from dpllm.privacy.gaussian import gaussian_distance
-from dpllm.privacy.noise_choice import nearly_least
+from dpllm.privacy.calibration import least_noise, nearly_least, require_target
+from dpllm.privacy.risk import gaussian_distance
 from dpllm.privacy.rounding import format_delta, format_delta_limit
 
 NEARLY_BEST = 0.9

@@ -7,24 +7,31 @@ which only ever errs upwards) through the library dp_accounting, for a Gaussian 
 
 A *history* is a list of (event, count) pairs (`dpllm.mechanism.events`). Each pair means `count` consecutive steps,
 which start with the first step of a run or of a resume. The order of the pairs does not matter.
+
+A `Guarantee` computes ε from the history that it holds, so the ε cannot belong to different steps, a different δ or a
+different adjacency.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
 
 import dp_accounting
+from dp_accounting import dp_event
 from scipy import optimize
 
 from dpllm.config.versions import installed_version
 from dpllm.mechanism import pld
-from dpllm.mechanism.events import Event, Round
-from dpllm.mechanism.library_events import from_dp_event, whole_count
+from dpllm.mechanism.events import Event, Round, Step
 from dpllm.mechanism.limits import ADJACENCIES, MAX_STEPS
 from dpllm.mechanism.parts import Mechanism
-from dpllm.privacy.rounding import format_delta
+from dpllm.privacy.rounding import format_delta, format_epsilon
 
 DISCRETIZATION = 1e-4
 """Width of the grid of privacy losses for an ε between 0.1 and 100, and the smallest ε that is stated."""
@@ -375,3 +382,135 @@ def discretization_used(
     if delta is not None and merged:
         discretization = _on_its_scale(merged, delta, adjacency)[1]
     return max((one.grid(count, adjacency, discretization) for one, count in merged), default=discretization)
+
+
+def from_dp_event(event: dp_accounting.DpEvent, count: int = 1) -> list[tuple[Event, int]]:
+    """Return the steps that correspond to a dp_accounting event.
+
+    Supported are Gaussian sums over all units or a Poisson sample of them, truncated or not, and their compositions.
+
+    Args:
+        event: an event of dp_accounting.
+        count: how often it took place.
+
+    Returns:
+        (event, count) pairs: a history for `dpllm.epsilon`.
+
+    Raises:
+        ValueError: the event has a different kind, or a count is not a whole number of at least 0.
+
+    >>> [(step, count)] = from_dp_event(
+    ...     dp_accounting.PoissonSampledDpEvent(0.02, dp_accounting.GaussianDpEvent(1.0)), 1500)
+    >>> step.sampling_rate, step.noise_multiplier, count
+    (0.02, 1.0, 1500)
+    """
+    count = whole_count(count)
+    if isinstance(event, dp_event.SelfComposedDpEvent):
+        return from_dp_event(event.event, count * whole_count(event.count))
+    if isinstance(event, dp_event.ComposedDpEvent):
+        return [pair for part in event.events for pair in from_dp_event(part, count)]
+    if isinstance(event, dp_event.NoOpDpEvent):
+        return []
+    step = _step(event)
+    if step is None:
+        raise ValueError(
+            f"{type(event).__name__} is not a Gaussian sum over all units or over a Poisson sample of them, so dpllm "
+            "has no accounting for it. Use dp_accounting's own accountant, or describe the mechanism with "
+            "dpllm.mechanism"
+        )
+    return [(step, count)]
+
+
+def whole_count(count: Any) -> int:
+    """Return how often a step ran.
+
+    Raises:
+        ValueError: it is not a whole number of at least 0.
+    """
+    try:
+        number = operator.index(count)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ValueError(f"a step cannot run {count!r} times. Pass a whole number of at least 0")
+    return number
+
+
+def _step(event: dp_accounting.DpEvent) -> Step | None:
+    if isinstance(event, dp_event.NonPrivateDpEvent):
+        return Step(sampling_rate=1.0, noise_multiplier=0.0)
+    if isinstance(event, dp_event.GaussianDpEvent):
+        return Step(sampling_rate=1.0, noise_multiplier=float(event.noise_multiplier))
+    if isinstance(event, dp_event.PoissonSampledDpEvent) and isinstance(event.event, dp_event.GaussianDpEvent):
+        sigma = float(event.event.noise_multiplier)
+        return Step(sampling_rate=event.sampling_probability, noise_multiplier=sigma)
+    if isinstance(event, dp_accounting.TruncatedSubsampledGaussianDpEvent):
+        return Step(
+            num_units=event.dataset_size,
+            sampling_rate=event.sampling_probability,
+            max_batch_size=event.truncated_batch_size,
+            noise_multiplier=float(event.noise_multiplier),
+        )
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guarantee:
+    """(ε, δ)-differential privacy of what some steps release.
+
+    >>> from dpllm import Step
+    >>> steps = [(Step(sampling_rate=0.02, noise_multiplier=1.0), 1500)]
+    >>> str(Guarantee(history=steps, delta=1e-5, adjacency="zero-out", unit="user"))
+    'ε = 4.8137 at δ = 1e-05 (zero-out)'
+    """
+
+    history: History
+    """(event, count) pairs: the steps."""
+    delta: float
+    """δ."""
+    adjacency: str
+    """Adjacency of the headline ε: "zero-out" or "replace-one"."""
+    unit: str
+    """"sequence" or "user"."""
+
+    @cached_property
+    def epsilon(self) -> float:
+        """ε at δ under the headline's adjacency; an upper bound, inf without noise."""
+        return self.under(self.adjacency)
+
+    def under(self, adjacency: str) -> float:
+        """Return ε at the same δ under "zero-out" or "replace-one"."""
+        return epsilon(self.history, self.delta, adjacency)
+
+    @property
+    def by_adjacency(self) -> dict[str, float]:
+        """ε at the same δ under each adjacency."""
+        return {name: self.under(name) for name in ADJACENCIES}
+
+    @property
+    def other(self) -> str:
+        """The adjacency that is not the headline's."""
+        return next(name for name in ADJACENCIES if name != self.adjacency)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether ε is finite."""
+        return math.isfinite(self.epsilon)
+
+    @property
+    def one_unit(self) -> str:
+        """The word for one unit: "record" or "user"."""
+        return "record" if self.unit == "sequence" else "user"
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps or answers in the history."""
+        return sum(count for _, count in self.history)
+
+    def of(self, history: History) -> Guarantee:
+        """Return the guarantee of different steps, at the same δ, under the same adjacency, for the same unit."""
+        return dataclasses.replace(self, history=history)
+
+    def __str__(self) -> str:
+        """Return ε, rounded up, and δ."""
+        return f"ε = {format_epsilon(self.epsilon)} at δ = {format_delta(self.delta)} ({self.adjacency})"

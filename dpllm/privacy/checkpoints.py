@@ -97,9 +97,6 @@ def discard_staging(output_dir: str | Path) -> None:
     Also call it after a save has failed on a full disk: the ledger and the report need room for their last lines. A
     checkpoint that was being replaced when the process died gets its name back.
 
-    Args:
-        output_dir: output folder of the run.
-
     Raises:
         OSError: a file or folder cannot be removed or renamed.
     """
@@ -118,10 +115,6 @@ def saving(output_dir: str | Path, step: int) -> Iterator[Path]:
     Every failure is translated, not only those of the file system: on a full disk `torch.save` raises a RuntimeError
     about stream positions, safetensors raises its own error, and torch.distributed.checkpoint raises one that is not an
     Exception.
-
-    Args:
-        output_dir: output folder of the run.
-        step: the step that is saved.
 
     Raises:
         CheckpointError: saving failed; the message gives the reason, the file, the free space of the disk, and the last
@@ -209,9 +202,6 @@ def publish(
 
 def verify(checkpoint: str | Path) -> None:
     """Check a checkpoint against its manifest; files that were added later are ignored, and so are `DOCUMENTS`.
-
-    Args:
-        checkpoint: the folder.
 
     Raises:
         CheckpointError: there is no manifest or it cannot be read, or a file is missing or differs in length or
@@ -316,9 +306,6 @@ def differing(folder: str | Path, entries: Mapping[str, Mapping[str, Any]]) -> d
 def latest_whole(output_dir: str | Path) -> tuple[Path | None, list[tuple[Path, str]]]:
     """Find the checkpoint to resume from. Nothing is changed, so any process may call it.
 
-    Args:
-        output_dir: output folder of the run.
-
     Returns:
         The checkpoint of the latest step that verifies, or None; and the folders that were skipped, with the reason:
         unfinished saves first, then later checkpoints that are not complete, from the latest on. A checkpoint whose
@@ -344,7 +331,7 @@ def latest_whole(output_dir: str | Path) -> tuple[Path | None, list[tuple[Path, 
     return None, passed_over
 
 
-def rotate(output_dir: str | Path, limit: int, keep: Sequence[str | Path] = ()) -> None:
+def rotate(output_dir: str | Path, limit: int) -> None:
     """Delete all but the most recently published checkpoints. Call it on one process, after `publish`.
 
     The Trainer's own rotation sorts by step when times are close together, so it may keep a damaged checkpoint of a
@@ -354,7 +341,6 @@ def rotate(output_dir: str | Path, limit: int, keep: Sequence[str | Path] = ()) 
     Args:
         output_dir: output folder of the run.
         limit: number of checkpoints to keep; at least 1.
-        keep: checkpoints that are kept at any age, such as the best one; they count towards the limit.
 
     Raises:
         ValueError: the limit is below 1.
@@ -362,13 +348,7 @@ def rotate(output_dir: str | Path, limit: int, keep: Sequence[str | Path] = ()) 
     """
     if limit < 1:
         raise ValueError(f"limit={limit} would delete every checkpoint: keep at least 1")
-    kept = {Path(path).resolve() for path in keep}
-    folders = _checkpoints(output_dir)
-    newest_first = sorted(folders, key=lambda folder: (folder.resolve() in kept, _order(folder)), reverse=True)
-    latest = max(folders, key=_order, default=None)
-    for folder in newest_first[limit:]:
-        if folder == latest or folder.resolve() in kept:
-            continue
+    for folder in sorted(_checkpoints(output_dir), key=_order, reverse=True)[limit:]:
         # Rename it first, so that a kill during the deletion leaves no incomplete checkpoint under its name.
         doomed = staging_folder(output_dir, int(folder.name.removeprefix("checkpoint-")))
         try:

@@ -6,7 +6,7 @@ reads a record. Each rule returns the value and its reason with its source; wher
 so.
 
 How many units are needed. At one compute, the quality of private training follows the ratio of signal to noise, which
-is at most N μ(ε, δ): μ is the distance of two unit normals that are (ε, δ) apart (`dpllm.privacy.gaussian`). One
+is at most N μ(ε, δ): μ is the distance of two unit normals that are (ε, δ) apart (`dpllm.privacy.risk`). One
 fine-tuning was measured at three ε (`docs/correlated_noise.md`, `benchmarks/utility.py`: stories260K on 5 000 records
 of E2E, all weights trained, 16 bands, average of the weights). The rule takes N such that N μ is as there. This scales
 one measurement of one small model; it is not a law.
@@ -18,7 +18,7 @@ import math
 from dataclasses import dataclass
 
 from dpllm.config import PrivacyConfig
-from dpllm.privacy.gaussian import gaussian_distance
+from dpllm.privacy.risk import gaussian_distance
 
 UNITS_PER_STEP = 1 / 40
 """q of both plans whose settings were compared: 128 of 5 000 units, 1024 of 42 061."""
@@ -139,12 +139,7 @@ def held_out_share(num_units: int) -> float:
 
 
 def rows_reason(rows: int, by_example: bool = False) -> str:
-    """Return the reason for k, the most rows of a user.
-
-    Args:
-        rows: k.
-        by_example: whether rows are drawn singly.
-    """
+    """Return the reason for k, the most rows of a user."""
     if by_example:
         return (
             f"k = {rows}. Rows are drawn singly, and the accounting assumes that each user has k rows: a smaller k "
@@ -177,13 +172,7 @@ def rate_range(rate: float, adapter: bool) -> tuple[float, float]:
 
 
 def range_words(rate: float, adapter: bool, correlated: bool) -> str:
-    """Return a remark on the learning rates around the computed one.
-
-    Args:
-        rate: the computed one.
-        adapter: whether an adapter is trained.
-        correlated: whether the noise is correlated.
-    """
+    """Return a remark on the learning rates around the computed one."""
     low, high = rate_range(rate, adapter)
     span = "a quarter to four times" if adapter else "half to twice"
     if adapter:

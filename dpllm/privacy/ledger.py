@@ -230,11 +230,6 @@ class Ledger(ChainedFile):
     def append_charge(self, name: str, event: Event, count: int = 1) -> None:
         """Charge answers of a query run. Call it before any of them is computed.
 
-        Args:
-            name: name of the charge in the plan.
-            event: the event of one answer.
-            count: number of answers.
-
         Raises:
             LedgerError: the run has ended.
             ValueError: the count is not positive.
@@ -296,11 +291,6 @@ class Ledger(ChainedFile):
 
     def append_settled(self, point: str, statement: str, by: str) -> None:
         """Note that people settled an open point of the report, with today's date.
-
-        Args:
-            point: the point as the report prints it.
-            statement: what was checked.
-            by: who checked it.
 
         Raises:
             ValueError: one of them is empty.

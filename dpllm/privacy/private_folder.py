@@ -60,11 +60,7 @@ def append_diagnostic(folder: str | Path, step: int, what: str, count: int) -> N
 
 
 def read_diagnostics(folder: str | Path) -> dict[str, int]:
-    """Return the counts of all steps together, by what was counted; empty if there are none.
-
-    Args:
-        folder: folder of the run.
-    """
+    """Return the counts of all steps together, by what was counted; empty if there are none."""
     path, counts = Path(folder) / DIAGNOSTICS_FILE, dict[str, int]()
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         entry: dict[str, Any] = json.loads(line)
@@ -81,9 +77,6 @@ def note_writer(folder: str | Path) -> None:
     """Note that this process writes the folder from now on, and replace an earlier note.
 
     A note that cannot be written is skipped: it only improves the message of a later error.
-
-    Args:
-        folder: folder of the run.
     """
     path = Path(folder) / WRITER_FILE
     job = next((f"{name}={os.environ[name]}" for name in _JOBS if os.environ.get(name)), None)
@@ -98,11 +91,7 @@ def note_writer(folder: str | Path) -> None:
 
 
 def is_own_process(folder: str | Path) -> bool:
-    """Return whether this process was the last one that wrote the folder.
-
-    Args:
-        folder: folder of the run.
-    """
+    """Return whether this process was the last one that wrote the folder."""
     try:
         note = json.loads((Path(folder) / WRITER_FILE).read_text(encoding="utf-8"))
         return bool(note["pid"] == os.getpid() and note["host"] == socket.gethostname())
@@ -111,11 +100,7 @@ def is_own_process(folder: str | Path) -> bool:
 
 
 def known_writer(folder: str | Path) -> str:
-    """Return the last process that wrote the folder, in parentheses; an empty text if there is no note.
-
-    Args:
-        folder: folder of the run.
-    """
+    """Return the last process that wrote the folder, in parentheses; an empty text if there is no note."""
     try:
         note = json.loads((Path(folder) / WRITER_FILE).read_text(encoding="utf-8"))
         job = f", job {note['job']}" if note["job"] else ""

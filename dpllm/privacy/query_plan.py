@@ -16,12 +16,11 @@ from typing import Any
 from dpllm.mechanism.catalogue import from_fields, to_fields
 from dpllm.mechanism.events import Event
 from dpllm.mechanism.limits import MAX_STEPS, RANDOMNESS
-from dpllm.mechanism.several import Several
+from dpllm.mechanism.query import Several
 from dpllm.privacy.accounting import merge
 from dpllm.privacy.ledger_reader import LedgerContents
-from dpllm.privacy.plan import PrivacyPlan
-from dpllm.privacy.plan_parts import PLAN_FILE, PLAN_FORMAT, Plan, read_plan_file
-from dpllm.privacy.release_words import release_words, require_release
+from dpllm.privacy.plan import PLAN_FILE, PLAN_FORMAT, Plan, PrivacyPlan, read_plan_file
+from dpllm.registry import release_words, require_release
 
 History = tuple[tuple[Event, int], ...]
 Value = str | int | float | bool
@@ -117,7 +116,7 @@ class QueryPlan(Plan):
     remedy = "Change these values in the recipe, or where the plan is made"
 
     method: str
-    """A key of `dpllm.privacy.release_words.release_words`."""
+    """A key of `dpllm.registry.release_words`."""
     charges: tuple[Charge, ...]
     """Everything that the run may charge."""
     settings: tuple[tuple[str, Value], ...] = ()
@@ -256,10 +255,6 @@ def load_plan(path: str | Path) -> PrivacyPlan | QueryPlan:
 
 def training_plan(folder: str | Path, purpose: str) -> PrivacyPlan:
     """Return the plan of a training run; refuse a query run.
-
-    Args:
-        folder: the run's folder.
-        purpose: subject of the error message.
 
     Raises:
         ValueError: the folder holds a query run, or no plan.

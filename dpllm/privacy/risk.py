@@ -1,4 +1,4 @@
-"""Compute what (ε, δ) means for an attacker.
+"""Compute what (ε, δ) means for an attacker, and the Gaussian mechanism in closed form.
 
 Differential privacy assumes an attacker who knows everything except whether one unit took part: all other units, every
 setting, every released checkpoint. Four figures bound the success of that attacker; a real attacker knows less. All
@@ -24,6 +24,10 @@ not depend on them. Proof: let f be the largest ``tpr`` as a function of ``fpr``
 is right for z with probability at most f(r(z)), where r(z) is the probability of guessing z when the unit is absent.
 The mean over the prior is at most f(mean of r(z)), and the mean of r(z) is at most k. The bounds here take the larger D
 of both directions, which covers the one that is needed.
+
+**The Gaussian mechanism.** A sum that one unit changes by μ standard deviations of its noise is μ-private (Dong, Roth,
+Su, arXiv:1905.02383). δ = Φ(μ/2 - ε/μ) - exp(ε) Φ(-μ/2 - ε/μ) is the smallest δ at which it is (ε, δ)-private (Balle,
+Wang, arXiv:1805.06530, theorem 8).
 """
 
 from __future__ import annotations
@@ -35,9 +39,66 @@ from functools import cache, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import optimize
+from scipy import optimize, special
 
 from dpllm.privacy.accounting import DISCRETIZATION, History, delta_function, merge
+
+_LOG_DISTANCES = (math.log(1e-12), math.log(1e6))
+
+
+def gaussian_log_delta(mu: float, epsilon: float) -> float:
+    """Return log δ of a μ-Gaussian mechanism at ε.
+
+    Args:
+        mu: μ > 0.
+        epsilon: ε >= 0.
+
+    >>> round(gaussian_log_delta(1.0, 4.377), 2) == round(math.log(1e-5), 2)
+    True
+    """
+    upper = float(special.log_ndtr(mu / 2 - epsilon / mu))
+    lower = epsilon + float(special.log_ndtr(-mu / 2 - epsilon / mu))
+    return upper + math.log(-math.expm1(min(lower - upper, -1e-300)))
+
+
+def gaussian_epsilon(mu: float, delta: float) -> float:
+    """Return ε at δ of a μ-Gaussian mechanism; 0 if δ holds even at ε = 0.
+
+    Args:
+        mu: μ >= 0.
+        delta: δ > 0.
+
+    >>> round(gaussian_epsilon(1.0, 1e-5), 2)
+    4.38
+    """
+
+    def excess(at: float) -> float:
+        return gaussian_log_delta(mu, at) - math.log(delta)
+
+    if mu == 0 or excess(0.0) <= 0:
+        return 0.0
+    high = 1.0
+    while excess(high) > 0:
+        high *= 2
+    return float(optimize.brentq(excess, 0.0, high, xtol=1e-9))
+
+
+def gaussian_distance(epsilon: float, delta: float) -> float:
+    """Return μ, the largest distance of two unit normals that are (ε, δ)-indistinguishable.
+
+    Args:
+        epsilon: ε >= 0.
+        delta: δ, between 0 and 1.
+
+    >>> round(gaussian_distance(1.0, 1e-5), 3)
+    0.268
+    """
+
+    def excess(log_distance: float) -> float:
+        return gaussian_log_delta(math.exp(log_distance), epsilon) - math.log(delta)
+
+    return math.exp(float(optimize.brentq(excess, *_LOG_DISTANCES, xtol=1e-12)))
+
 
 FALSE_POSITIVE_RATES = (1e-4, 1e-3, 1e-2, 1e-1)
 PRIORS = (0.5, 0.01)

@@ -10,23 +10,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dpllm.mechanism.events import Event
-from dpllm.privacy.accounting import merge, of_starts
+from dpllm.privacy.accounting import Guarantee, merge, of_starts
 from dpllm.privacy.calibration import steps_within
-from dpllm.privacy.guarantee import Guarantee
 from dpllm.privacy.ledger_reader import LedgerContents
 
 if TYPE_CHECKING:
-    from dpllm.privacy.plan import PrivacyPlan
-    from dpllm.privacy.plan_parts import Plan
+    from dpllm.privacy.plan import Plan, PrivacyPlan
 
 
 def stated_guarantee(plan: Plan, contents: LedgerContents) -> Guarantee:
-    """Return the guarantee of what a run has released so far: that of its stated steps (`stated_history`).
-
-    Args:
-        plan: the plan of the run.
-        contents: contents of its ledger.
-    """
+    """Return the guarantee of what a run has released so far: that of its stated steps (`stated_history`)."""
     return plan.guarantee.of(stated_history(plan, contents))
 
 
@@ -43,22 +36,13 @@ def stated_history(plan: Plan, contents: LedgerContents) -> tuple[tuple[Event, i
     steps without a resume.
 
     A query run is stated together with the release on which it builds, whether or not it charged anything.
-
-    Args:
-        plan: the plan of the run.
-        contents: contents of its ledger.
     """
     before = () if plan.after is None else plan.after.history
     return (*before, *plan.stated_steps(contents))
 
 
 def claimed_history(plan: PrivacyPlan, contents: LedgerContents) -> Sequence[tuple[Event, int]]:
-    """Return the steps whose ε an audit tests: those that the model has taken, or the selection among runs.
-
-    Args:
-        plan: the plan of the run.
-        contents: contents of its ledger.
-    """
+    """Return the steps whose ε an audit tests: those that the model has taken, or the selection among runs."""
     return contents.history if plan.selection is None else plan.history
 
 
@@ -102,11 +86,7 @@ def stated_starts(
 
 
 def taken_starts(history: Sequence[tuple[Event, int]]) -> tuple[tuple[Event, int], ...]:
-    """Return the steps whose ε covers a run that took no step, or whose last stop was declared independent.
-
-    Args:
-        history: the charged steps.
-    """
+    """Return the steps whose ε covers a run that took no step, or whose last stop was declared independent."""
     return _at_least_without_a_resume(tuple(history), None)
 
 
@@ -136,12 +116,7 @@ def with_planned(history: Sequence[tuple[Event, int]], planned: int, begins: boo
 
 
 def planned_steps(plan: Plan, contents: LedgerContents) -> int:
-    """Return the total number of steps of the run: the plan's, or fewer if a resume costs extra.
-
-    Args:
-        plan: the plan of the run.
-        contents: contents of its ledger.
-    """
+    """Return the total number of steps of the run: the plan's, or fewer if a resume costs extra."""
     return min(plan.num_steps, plan.num_steps if contents.steps_allowed is None else contents.steps_allowed)
 
 
@@ -150,10 +125,6 @@ def steps_allowed(plan: PrivacyPlan, contents: LedgerContents) -> int | None:
 
     A mechanism whose noise is correlated over steps restarts at a resume, which may cost one additional round. The run
     then ends before it exceeds its target ε or, without a target, its plan's ε.
-
-    Args:
-        plan: the plan of the run.
-        contents: contents of its ledger.
 
     Raises:
         ValueError: no further step fits.

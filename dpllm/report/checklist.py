@@ -49,11 +49,7 @@ class _Asked(NamedTuple):
 
 
 def completed(findings: Findings) -> PrivacyReport:
-    """Return a report with its first screen, its checklist and its open points.
-
-    Args:
-        findings: the rest of the report, from which these parts are derived.
-    """
+    """Return a report with its first screen, its checklist and its open points."""
     kept = (
         kept_files(_destinations(findings), _is_audited(findings))
         if method_of(findings) is None

@@ -18,9 +18,9 @@ from dpllm.data.units import ONE_ROW
 from dpllm.mechanism.selection import Selection
 from dpllm.privacy.ledger import LedgerContents
 from dpllm.privacy.query_plan import QueryPlan
-from dpllm.privacy.release_words import release_words
 from dpllm.privacy.rounding import format_delta
 from dpllm.privacy.stated import planned_steps
+from dpllm.registry import release_words
 from dpllm.report.models import (
     Answers,
     Assumption,
@@ -34,8 +34,7 @@ from dpllm.report.models import (
 from dpllm.report.release_notes import ReleaseNotes
 
 if TYPE_CHECKING:
-    from dpllm.privacy.plan import PrivacyPlan
-    from dpllm.privacy.plan_parts import Plan, PlannedDraw
+    from dpllm.privacy.plan import Plan, PrivacyPlan
 
 UNITS_MADE_OF = "a unit is made of"
 """Name of a fact in the ledger; its value is `dpllm.data.units.UnitIndex.made_of`."""
@@ -186,11 +185,6 @@ class RunWords:
 def run_words(plan: Plan, contents: LedgerContents, notes: ReleaseNotes) -> RunWords:
     """Return the sentences of a run's report that depend on its kind.
 
-    Args:
-        plan: the run's plan.
-        contents: the contents of its ledger.
-        notes: what people noted.
-
     Raises:
         ValueError: the noted name of the data set differs from the plan's.
     """
@@ -317,11 +311,6 @@ def _listed(facts: Mapping[str, Sequence[str | int | float]]) -> tuple[Fact, ...
 
 def define(plan: PrivacyPlan, contents: LedgerContents, notes: ReleaseNotes) -> Definition:
     """Return the definition that a training run instantiates.
-
-    Args:
-        plan: the run's plan.
-        contents: the contents of its ledger.
-        notes: what people noted.
 
     Raises:
         ValueError: the noted name of the data set differs from the plan's.
@@ -557,7 +546,7 @@ def _selects(plan: PrivacyPlan) -> tuple[tuple[str, str], ...]:
     return (("Only the best of K runs is released, and the score uses no private record", how),)
 
 
-def _bounded(plan: PlannedDraw) -> tuple[tuple[str, str], ...]:
+def _bounded(plan: PrivacyPlan) -> tuple[tuple[str, str], ...]:
     """Return how the rows of a user are bounded, at user level."""
     rows = f"at most {plan.max_rows_per_unit} rows of each are kept when the data are read, before the "
     if plan.sampling == "example":

@@ -160,9 +160,6 @@ def receivers(callbacks: Iterable[Any]) -> str:
 
     This includes the integrations that transformers adds automatically if ``report_to`` is "all".
 
-    Args:
-        callbacks: the Trainer's callbacks.
-
     >>> receivers([])
     "the Trainer's state"
     """
@@ -222,11 +219,7 @@ def kept_files(destinations: Iterable[str], audited: bool) -> list[tuple[str, st
 
 
 def kept_of_queries(audited: bool) -> list[tuple[str, str]]:
-    """Return the files of a query run's folder that must not be released, each with the reason.
-
-    Args:
-        audited: whether an audit wrote its results into the folder.
-    """
+    """Return the files of a query run's folder that must not be released, each with the reason."""
     return [
         ("not_for_release/", "figures and states that depend on private records: ε covers none of them"),
         *([_AUDIT_FILES] if audited else []),
@@ -242,9 +235,6 @@ def own_callbacks(callbacks: Iterable[Any]) -> list[str]:
 
     dpllm cannot know what they do. A callback that runs only before the first step or after the last is left out, since
     it sees no loss.
-
-    Args:
-        callbacks: the Trainer's callbacks.
 
     >>> early = type("A", (), {"__module__": "mine", "on_train_begin": None})
     >>> each = type("B", (), {"__module__": "mine", "on_log": None})
@@ -283,9 +273,6 @@ def own_metrics(trainer: Any) -> list[str]:
     """Return the user's own metric functions that are called during training on rows that are not public.
 
     dpllm cannot know what they do.
-
-    Args:
-        trainer: the Trainer, with its arguments.
     """
     args = trainer.args
     during = str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no" or args.eval_on_start

@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from dpllm.privacy.release_words import ReleaseWords, release_words
 from dpllm.privacy.rounding import format_percent, one_in, up_significant
 from dpllm.privacy.run_folder import LOST_STEPS
+from dpllm.registry import ReleaseWords, release_words
 from dpllm.report.definition import REFUTED, TRAINED_MODEL
 from dpllm.report.disclosures import in_plain_words
 from dpllm.report.models import (
@@ -35,12 +35,7 @@ _REFUTED = (
 
 
 def front(findings: Findings, num_open: int) -> Front:
-    """Return the first screen.
-
-    Args:
-        findings: the report without the parts that are derived from it.
-        num_open: number of open points.
-    """
+    """Return the first screen."""
     method = method_of(findings)
     refuted = (findings.strength.audit or "").startswith(REFUTED)
     holds = findings.statement.private and findings.accounting.steps.charged > 0 and not refuted
@@ -303,11 +298,7 @@ def _times(count: int) -> str:
 
 
 def method_of(report: Any) -> ReleaseWords | None:
-    """Return the method of a query run's report; None for a training run.
-
-    Args:
-        report: a report of any format, or its findings.
-    """
+    """Return the method of a query run's report; None for a training run."""
     plan = getattr(getattr(report, "checkable", None), "plan", None)
     return release_words()[plan.method] if isinstance(plan, PlanOfQueries) else None
 

@@ -273,11 +273,6 @@ def add_audit(folder: str | Path, file: str, summary: str) -> None:
     Nothing is written into a checkpoint, because its manifest fixes its copy of the ledger: there, the verdict stays in
     the audit's own file.
 
-    Args:
-        folder: the run's folder.
-        file: name of the file in it with the audit's results.
-        summary: the verdict, as the report shows it.
-
     Raises:
         ValueError: the folder holds no plan or no ledger, or a run is writing it.
     """
@@ -291,10 +286,6 @@ def add_audit(folder: str | Path, file: str, summary: str) -> None:
 
 def add_disclosure(folder: str | Path, what: str) -> None:
     """Record in a run's ledger a result that ε does not cover, and write its report and card again.
-
-    Args:
-        folder: folder of a run that has ended.
-        what: the result, in the report's words.
 
     Raises:
         ValueError: the folder holds no plan or no ledger, or a run is writing it.
@@ -321,10 +312,6 @@ def adopt_run(folder: str | Path) -> int:
 
 def note_selected(folder: str | Path, candidate: str) -> None:
     """Record in a run's ledger that a private tuning selected it, and write its report and card again.
-
-    Args:
-        folder: the run's folder.
-        candidate: the selected candidate's values, for the report.
 
     Raises:
         ValueError: the ledger is damaged, or a run is writing it.
@@ -455,9 +442,6 @@ def keep_own_card(folder: str | Path) -> Path | None:
     """Copy a README.md that a person wrote before the model card replaces it. Call it in one process before saving.
 
     A card that dpllm wrote is not copied.
-
-    Args:
-        folder: the folder into which a model will be saved.
 
     Returns:
         The copy's path, ``README.own.md`` or with the first free number; None if there was nothing to copy.

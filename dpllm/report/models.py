@@ -16,7 +16,7 @@ from pydantic import AfterValidator, ConfigDict, Discriminator, Field, JsonValue
 
 from dpllm.config.versions import version_words
 from dpllm.mechanism.limits import RANDOMNESS
-from dpllm.privacy.release_words import require_release
+from dpllm.registry import require_release
 from dpllm.report.kinds import (
     Adjacency,
     AtLeastOne,
@@ -764,12 +764,7 @@ def report_schema() -> dict[str, Any]:
 
 
 def complaints(model: type[Part], values: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with JSON values that should be a report or a part of it, with one line per key.
-
-    Args:
-        model: the model that the values should fit.
-        values: the contents of the JSON file.
-    """
+    """Return what is wrong with JSON values that should be a report or a part of it, with one line per key."""
     try:
         model.model_validate_json(json.dumps(values), strict=True)
     except ValidationError as error:

@@ -1,6 +1,11 @@
-"""Load the templates of the report's pages, with the filters that format numbers and texts.
+"""Render the privacy report as a Markdown page, and as an HTML page with pictures.
 
-A page is determined by the report's values, its template and its glossary.
+A page is determined by the report's values, its template and its glossary, which explains technical terms to lay
+readers; the page links the first use of each term to its explanation.
+
+Everything on the pages comes from the report's JSON and nothing is computed here, so the JSON alone reproduces them.
+The HTML page is self-contained: it has no script and loads nothing. All values are escaped, since notes may contain any
+characters.
 """
 
 from __future__ import annotations
@@ -9,23 +14,24 @@ import hashlib
 import importlib.resources
 import math
 import re
-from collections.abc import Callable, Mapping
-from functools import cache, partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import markupsafe
+import yaml
 
 from dpllm.config.files import write_file
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger
 from dpllm.privacy.rounding import format_delta, format_epsilon, format_percent, one_in, up, up_significant
 from dpllm.report.disclosures import UTILITY_FILE
+from dpllm.report.figures import plot_epsilon_curve, plot_epsilon_over_steps, plot_tradeoff
 from dpllm.report.front import bounds, method_of, thing_of, unit_of
-from dpllm.report.glossary import glossary
 from dpllm.report.kinds import Part, Shown
-from dpllm.report.models import NOT_FILLED, SECTIONS, Parameters, PrivacyReport, QueryParameters
+from dpllm.report.models import NOT_FILLED, SECTIONS, Curves, Parameters, PrivacyReport, QueryParameters
 
 CHECK_FILE = "check_epsilon.py"
 """The verifier that is copied next to the report; it computes ε without dpllm."""
@@ -80,13 +86,7 @@ def template(name: str) -> jinja2.Template:
 
 
 def part(name: str, block: str, **context: Any) -> str:
-    """Return one block of a page, without the blank lines around it.
-
-    Args:
-        name: name of the template.
-        block: name of the block in it.
-        context: the values that the block prints.
-    """
+    """Return one block of a page, without the blank lines around it."""
     page = template(name)
     return "".join(page.blocks[block](page.new_context(context))).strip()
 
@@ -134,13 +134,6 @@ def in_folder(text: str, folder: str | Path) -> str:
         lambda found: f"dpllm {found[1]} {quote(str(folder))}",
         text,
     )
-
-
-_TEXTS_OF_QUERIES = {
-    "sections": {**SECTIONS, "utility": "How useful the release is"},
-    "glossary": glossary(queries=True),
-}
-"""Section titles and glossary of a query run's page, which replace those of a training run."""
 
 
 def shown_beside(report: PrivacyReport) -> dict[str, Any]:
@@ -280,3 +273,150 @@ def _chance(value: float) -> str:
 def _ceiling(value: float) -> float:
     """Return a number rounded up to four decimals."""
     return float(up(value))
+
+
+class Entry(NamedTuple):
+    """A technical term and its explanation."""
+
+    anchor: str
+    """Anchor of the entry on the page."""
+    term: str
+    """The term."""
+    words: str
+    """Its explanation."""
+    pattern: str
+    """Regular expression that matches its uses on the page."""
+    of_queries: str | None = ""
+    """Its explanation on a query run's page; empty: the same; None: that page has no such entry."""
+
+
+@cache
+def glossary(queries: bool = False) -> tuple[Entry, ...]:
+    """Return every entry, in the page's order.
+
+    Args:
+        queries: whether the page is a query run's, which has no terms of training.
+    """
+    path = importlib.resources.files("dpllm").joinpath("report/templates/glossary.yaml")
+    entries = tuple(Entry(**entry) for entry in yaml.safe_load(path.read_text(encoding="utf-8")))
+    if not queries:
+        return entries
+    return tuple(
+        entry._replace(words=entry.of_queries or entry.words) for entry in entries if entry.of_queries is not None
+    )
+
+
+_TEXTS_OF_QUERIES = {
+    "sections": {**SECTIONS, "utility": "How useful the release is"},
+    "glossary": glossary(queries=True),
+}
+"""Section titles and glossary of a query run's page, which replace those of a training run."""
+_TAG = re.compile(r"(<[^>]*>)")
+_NOT_WITHIN = ("a", "h1", "h2", "h3", "style", "title", "svg", "pre", "code")
+
+
+def linked(page: str, entries: Sequence[Entry]) -> str:
+    """Return an HTML page in which the first use of each term links to its entry in the glossary.
+
+    Headings, links, code, pictures and the glossary itself are left unchanged.
+
+    Args:
+        page: the page, with the glossary as its last section.
+        entries: the entries of its glossary.
+
+    >>> linked("<body><h1>δ</h1><p>δ and δ</p></body>", glossary())
+    '<body><h1>δ</h1><p><a class="term" href="#g-delta">δ</a> and δ</p></body>'
+    """
+    head, opened, rest = page.partition("<body>")
+    body, glossary, tail = rest.partition('<section id="glossary">')
+    pieces, within, waiting = _TAG.split(body), 0, list(entries)
+    for at, piece in enumerate(pieces):
+        name = re.match(r"<(/?)([a-z0-9]+)", piece)
+        if name is not None and name[2] in _NOT_WITHIN and not piece.endswith("/>"):
+            within += -1 if name[1] else 1
+        elif name is None and not within and piece.strip():
+            pieces[at], waiting = _linked_in(piece, waiting)
+    return head + opened + "".join(pieces) + glossary + tail
+
+
+def _linked_in(text: str, waiting: list[Entry]) -> tuple[str, list[Entry]]:
+    """Return a text with links at the first uses of the waiting terms, and the terms that still wait."""
+    found = [(match.start(), match.end(), entry) for entry in waiting if (match := re.search(entry.pattern, text))]
+    parts, last, used = [], 0, []
+    for start, end, entry in sorted(found, key=lambda one: one[:2]):
+        if start >= last:
+            parts += [text[last:start], f'<a class="term" href="#g-{entry.anchor}">{text[start:end]}</a>']
+            last = end
+            used.append(entry)
+    return "".join([*parts, text[last:]]), [entry for entry in waiting if entry not in used]
+
+
+def render_markdown(report: Any) -> str:
+    """Return the Markdown page of a report.
+
+    Args:
+        report: the report that `privacy_report` returns.
+    """
+    page = template("privacy_report.md")
+    return page.render(report=report, title=title_of(report), **shown_beside(report))
+
+
+def title_of(report: Any) -> str:
+    """Return the page's title, which says whether there is a guarantee."""
+    if report.statement.private:
+        return "Privacy report"
+    return "NOT PRIVATE: report of a run without a privacy guarantee"
+
+
+_PICTURES = ("tradeoff", "epsilon_over_delta", "epsilon_over_steps")
+FIGURES = (*_PICTURES, *(f"{name}_narrow" for name in _PICTURES))
+"""Names of the pictures; each also has a version for narrow screens."""
+
+
+def draw_figures(report: Any) -> dict[str, str]:
+    """Return a report's pictures as SVG texts, by name; a picture without a curve is an empty text.
+
+    Args:
+        report: the report that `privacy_report` returns.
+    """
+    return dict(
+        _drawn(report.curves, report.statement.delta, report.statement.epsilon, report.checkable.plan.target_epsilon)
+    )
+
+
+@lru_cache(maxsize=4)
+def _drawn(curves: Curves, delta: float, epsilon: float, target_epsilon: float | None) -> dict[str, str]:
+    """Draw the curves, with a cache, since a report is written several times."""
+    tradeoff, steps, deltas = curves.tradeoff, curves.epsilon_over_steps, curves.epsilon_over_delta
+    if not deltas.epsilon:
+        return dict.fromkeys(FIGURES, "")
+    found = {}
+    for end, narrow in (("", False), ("_narrow", True)):
+        found[f"tradeoff{end}"] = plot_tradeoff(
+            tradeoff.false_positive_rate, tradeoff.true_positive_rate, tradeoff.from_epsilon_and_delta_alone, narrow
+        )
+        found[f"epsilon_over_delta{end}"] = plot_epsilon_curve(
+            deltas.epsilon, dict(deltas.delta.items()), delta, epsilon, narrow
+        )
+        found[f"epsilon_over_steps{end}"] = (
+            plot_epsilon_over_steps(steps.steps, steps.epsilon, target_epsilon, narrow) if steps.steps else ""
+        )  # empty for a selection, whose ε covers all its runs
+    return found
+
+
+def render_html(report: Any, figures: Mapping[str, str]) -> str:
+    """Return the HTML page of a report.
+
+    Args:
+        report: the report that `privacy_report` returns.
+        figures: the pictures that `draw_figures` returns.
+
+    Raises:
+        ValueError: a picture is missing.
+    """
+    if set(figures) != set(FIGURES):
+        raise ValueError(f"the page needs pictures {', '.join(FIGURES)}, got {', '.join(sorted(figures)) or 'none'}")
+    page = template("privacy_report.html").render(
+        report=report, figures=figures, title=title_of(report), **shown_beside(report)
+    )
+    return linked(page.rstrip() + "\n", glossary(queries=method_of(report) is not None))

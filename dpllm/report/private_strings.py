@@ -78,11 +78,7 @@ class PrivateStrings:
                 self.kinds.setdefault(str(text), kind)
 
     def add_labels(self, labels: Iterable[tuple[Any, Any]]) -> None:
-        """Add the labels that fewer than `FEW` units have.
-
-        Args:
-            labels: pairs of a label and its unit.
-        """
+        """Add the labels that fewer than `FEW` units have."""
         units: dict[Any, set[Any]] = {}
         for label, unit in labels:
             own = units.setdefault(label, set())
@@ -91,12 +87,7 @@ class PrivateStrings:
         self.add(LABEL, (label for label, own in units.items() if len(own) < FEW))
 
     def add_path(self, path: str | Path, run: str | Path) -> None:
-        """Add the names of a file and of the two folders above it, except folders that also contain the run.
-
-        Args:
-            path: path of the file, or of a folder of files.
-            run: the run's folder.
-        """
+        """Add the names of a file and of the two folders above it, except folders that also contain the run."""
         parts, others = Path(path).expanduser().resolve().parts, Path(run).resolve().parts
         own = itertools.dropwhile(lambda pair: pair[0] == pair[1], itertools.zip_longest(parts, others))
         self.add(FILE, [part for part, _ in own if part is not None][-3:])
@@ -127,9 +118,6 @@ class PrivateStrings:
 
 def check_strings(folder: str | Path) -> tuple[str, bool | None, str] | None:
     """Check that the texts in a folder contain no private string.
-
-    Args:
-        folder: folder of a run, or of a checkpoint or a merged model in it.
 
     Returns:
         What was checked, the result (None: it could not be checked) and the finding in words. None instead of all

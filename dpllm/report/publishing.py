@@ -25,8 +25,8 @@ from dpllm.privacy import checkpoints
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.plan import PLAN_FILE
 from dpllm.privacy.query_plan import QueryPlan, load_plan
-from dpllm.privacy.release_words import release_words
 from dpllm.privacy.run_folder import names_exactly, released_files
+from dpllm.registry import release_words
 from dpllm.report.checklist import REFUTED
 from dpllm.report.model_card import CARD_FILE, add_released, hub_id, metadata_in
 from dpllm.report.pages import CHECK_FILE, in_folder

@@ -123,9 +123,6 @@ def keep_utility(folder: str | Path, figures: Mapping[str, Any]) -> None:
 def notes_in(folder: str | Path) -> ReleaseNotes:
     """Return what people noted in a folder's report; empty notes if it has no report.
 
-    Args:
-        folder: folder of a run or of a checkpoint.
-
     Raises:
         ValueError: the file is damaged or is not a privacy report.
     """
@@ -148,11 +145,7 @@ def notes_in(folder: str | Path) -> ReleaseNotes:
 
 
 def notes_of(report: Mapping[str, Any]) -> ReleaseNotes:
-    """Return what people noted in a report.
-
-    Args:
-        report: the contents of the JSON file.
-    """
+    """Return what people noted in a report."""
     noted = report["noted"]
     return ReleaseNotes(
         data_holder=report["setting"]["data_holder"],
@@ -166,11 +159,7 @@ def notes_of(report: Mapping[str, Any]) -> ReleaseNotes:
 
 
 def written_by(report: Mapping[str, Any]) -> str | None:
-    """Return the version of dpllm that wrote a report, in words; None if the report does not name it.
-
-    Args:
-        report: the contents of the JSON file.
-    """
+    """Return the version of dpllm that wrote a report, in words; None if the report does not name it."""
     checkable = report.get("checkable")
     versions = checkable.get("versions") if isinstance(checkable, dict) else None
     version = versions.get("dpllm") if isinstance(versions, dict) else None

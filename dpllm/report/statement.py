@@ -21,19 +21,18 @@ from typing import Any
 from dpllm.config.versions import code_version, installed_version
 from dpllm.mechanism.limits import ADJACENCIES
 from dpllm.privacy import accounting, comparison
-from dpllm.privacy.accounting import merge
-from dpllm.privacy.guarantee import Guarantee
+from dpllm.privacy.accounting import Guarantee, merge
 from dpllm.privacy.ledger import REPORT_FILE as JSON_FILE
 from dpllm.privacy.ledger import Ledger, LedgerContents, read_ledger
-from dpllm.privacy.plan_parts import Plan
+from dpllm.privacy.plan import Plan
 from dpllm.privacy.risk import attack_risk
 from dpllm.privacy.rounding import format_delta, up
 from dpllm.privacy.run_folder import COMPLETED, STOPPED_EARLY, lost_steps
 from dpllm.privacy.stated import planned_steps, stated_guarantee
 from dpllm.report.checklist import REFUTED, completed
-from dpllm.report.curves import curves
 from dpllm.report.definition import FEDERATED, SECURE, TRUSTED, RunWords, run_words
 from dpllm.report.disclosures import DIAGNOSTICS
+from dpllm.report.figures import curves
 from dpllm.report.front import factor_words
 from dpllm.report.models import (
     FORMAT,
@@ -52,12 +51,11 @@ from dpllm.report.models import (
     Strength,
     Versions,
 )
-from dpllm.report.pages import CHECK_FILE, check_text, write_pages
+from dpllm.report.pages import CHECK_FILE, check_text, draw_figures, render_html, write_pages
+from dpllm.report.pages import render_markdown as render_markdown
 from dpllm.report.release_notes import ReleaseNotes as ReleaseNotes
 from dpllm.report.release_notes import notes_in as notes_in
 from dpllm.report.release_notes import notes_of as notes_of
-from dpllm.report.render import draw_figures, render_html
-from dpllm.report.render import render_markdown as render_markdown
 
 MARKDOWN_FILE = "privacy_report.md"
 HTML_FILE = "privacy_report.html"

@@ -5,6 +5,12 @@ report's JSON. It compares the report's files and the model card with their hash
 edited, it compares the parts that dpllm wrote. Hashes are not signatures: a ledger that was edited with all hashes
 recomputed consistently is not detected. People's notes (who holds the data, utility, …) and the recorded software
 versions are taken from the JSON.
+
+`dpllm generate` states the guarantee of a model's folder before it uses the model. It checks only the plan, the ledger
+and the model's files (`standing_of`), which is faster.
+
+The guarantee is about weights: a correct report next to different weights says nothing about them. So the weights,
+checkpoints and audits in the folder must also be those that its ledger names (`release_checks`).
 """
 
 from __future__ import annotations
@@ -14,17 +20,31 @@ import hashlib
 import json
 import math
 import platform
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dpllm.config import PRETRAINED_FOLDER, RECIPE_FILE
 from dpllm.config.versions import code_version, has_format, installed_version, other_format, version_words
 from dpllm.mechanism.parts import AdaptiveClipping
+from dpllm.privacy import checkpoints
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerContents, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
+from dpllm.privacy.private_folder import PRIVATE_FOLDER
 from dpllm.privacy.query_plan import QueryPlan, load_plan
 from dpllm.privacy.rounding import format_epsilon
+from dpllm.privacy.run_folder import (
+    check_checkpoint,
+    checkpoints_in,
+    public_start_differences,
+    released_files,
+    steps_of_weights,
+    unnamed_in_checkpoint,
+    unnamed_weights,
+)
+from dpllm.privacy.stated import stated_guarantee
 from dpllm.registry import MethodError
 from dpllm.report.checklist import completed
 from dpllm.report.model_card import (
@@ -41,7 +61,180 @@ from dpllm.report.pages import CHECK_FILE
 from dpllm.report.private_strings import check_strings
 from dpllm.report.release_notes import written_by
 from dpllm.report.statement import HTML_FILE, JSON_FILE, MARKDOWN_FILE, ReleaseNotes, notes_of, privacy_report
-from dpllm.report.verify_release import missing_points, other_claims, release_checks, without_comments
+
+_LISTED = 6
+_COMMENT = re.compile(r"<!--.*?(?:-->|\Z)", re.DOTALL)  # of HTML, which nobody sees
+_CLAIM = re.compile(r"(?:ε|\bepsilon)\s*(?:=|:|≤|<=|of|is)\s*(\d+(?:\.\d+)?)", re.IGNORECASE)
+_BY_NAME = (RECIPE_FILE, "training.png", "training_args.bin")
+_KNOWN = (*checkpoints.DOCUMENTS, PLAN_FILE, LEDGER_FILE, *_BY_NAME)
+_Result = tuple[str, bool | None, str]
+
+
+def release_checks(folder: Path, contents: LedgerContents, queries: bool = False) -> Iterator[_Result]:
+    """Yield (what must hold, whether it does, the finding) for the files next to a ledger; None: not checked.
+
+    Args:
+        folder: folder of a run, of a checkpoint or of a saved model.
+        contents: the contents of its ledger.
+        queries: whether it is a query run's folder, whose files take no training steps.
+    """
+    files = "the released files" if queries else "the model's files"
+    what = f"{files} are those that were saved"
+    yield _weights(what, folder, contents)
+    if contents.notes.public_start is not None:
+        yield _public_start(folder, contents)
+    if not queries:
+        yield _steps(folder, contents)
+    yield _other_files(folder, contents)
+    found = list(checkpoints_in(folder))
+    if found:
+        yield _checkpoints(folder / LEDGER_FILE, found)
+    if contents.notes.audits:
+        yield _audits(folder, contents)
+
+
+def _weights(what: str, folder: Path, contents: LedgerContents) -> _Result:
+    if (folder / checkpoints.MANIFEST_FILE).is_file():
+        try:
+            checkpoints.verify(folder)
+        except checkpoints.CheckpointError as error:
+            return what, False, str(error)
+        added = unnamed_in_checkpoint(folder)
+        if added:
+            return what, False, _some([f"{name} may hold weights, and the manifest does not name it" for name in added])
+        return what, True, "as the checkpoint's manifest names them"
+    named = released_files(contents, folder)
+    if named is None:
+        return _unnamed(what, folder, contents)
+    wrong = [f"{name} {difference}" for name, difference in checkpoints.differing(folder, named).items()]
+    weights, _ = unnamed_weights(folder, named)
+    wrong += [f"{name} may hold weights, and the ledger does not name it" for name in weights]
+    return what, not wrong, _some(wrong) if wrong else f"{len(named)} files as the ledger names them"
+
+
+def _other_files(folder: Path, contents: LedgerContents) -> _Result:
+    """Return the result for files that dpllm did not write and the ledger does not name: their contents are unknown."""
+    what = "no other file lies in the folder"
+    named = {*_KNOWN, *(released_files(contents, folder) or {}), *(audit["file"] for audit in contents.notes.audits)}
+    named |= {f"{PRETRAINED_FOLDER}/{name}" for name in contents.notes.public_start or {}}
+    if (folder / checkpoints.MANIFEST_FILE).is_file():
+        named |= {checkpoints.MANIFEST_FILE, *checkpoints.named_files(folder)}
+    whole = {path.name for path in checkpoints_in(folder)}
+    unknown = {_shown(name) for name in _names(folder) if name not in named and name.split("/")[0] not in whole}
+    if unknown:
+        return (
+            what,
+            None,
+            f"neither the ledger nor ε covers {_some(sorted(unknown))}: inspect these files before a release",
+        )
+    kept = f"{PRIVATE_FOLDER}/, which must not be released, and {', '.join(_BY_NAME)}, which are known only by name"
+    return what, True, f"except for {kept}"
+
+
+def _names(folder: Path) -> Iterator[str]:
+    """Yield the names of all files and links below a folder, except those that are never released."""
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder).as_posix()
+        if (path.is_file() or path.is_symlink()) and name.split("/")[0] != PRIVATE_FOLDER:
+            yield name
+
+
+def _shown(name: str) -> str:
+    """Return a file's name for a list; for a file in a hidden folder, the folder's name."""
+    top = name.split("/")[0]
+    return f"{top}/" if top.startswith(".") and top != name else name
+
+
+def _public_start(folder: Path, contents: LedgerContents) -> _Result:
+    what = "the public weights are those that the run began with"
+    wrong = public_start_differences(contents, folder)
+    if wrong is None:
+        return what, None, f"{PRETRAINED_FOLDER}/ is not in this folder"
+    return what, not wrong, _some(wrong) if wrong else f"{len(contents.notes.public_start or ())} files"
+
+
+def _unnamed(what: str, folder: Path, contents: LedgerContents) -> _Result:
+    """Return the result if the ledger names no files: any weights next to it are then of unknown origin."""
+    weights, _ = unnamed_weights(folder, {})
+    if not weights:
+        saved = ", ".join(dict.fromkeys(release["folder"] for release in contents.notes.released))
+        return what, None, "there are none here; the ledger names " + (f"those in {saved}" if saved else "none")
+    listed = _some([f"{name} may hold weights, and the ledger does not name it" for name in weights])
+    return (
+        what,
+        False,
+        f"{listed}. Save the model with DPTrainer.save_model, or in the run's folder before PrivateRun.finish",
+    )
+
+
+def _steps(folder: Path, contents: LedgerContents) -> _Result:
+    what = "the weights have taken no step that the ledger does not charge"
+    try:
+        taken = steps_of_weights(folder)
+    except ValueError as error:
+        return what, False, str(error)
+    if taken is None:
+        return what, None, "the folder does not record how many they have taken"
+    words = f"{taken} taken, {contents.num_steps} charged"
+    return what, taken <= contents.num_steps, words if taken <= contents.num_steps else f"{words}: lines were cut off"
+
+
+def _checkpoints(ledger: Path, found: Sequence[Path]) -> _Result:
+    what = "the checkpoints in the folder are of this ledger"
+    wrong = []
+    for path in found:
+        try:
+            check_checkpoint(ledger, path)
+            checkpoints.verify(path)
+            added = unnamed_in_checkpoint(path)
+        except ValueError as error:
+            wrong.append(" ".join(str(error).split()))
+            continue
+        wrong += [f"{path.name}/{name} may hold weights, and the manifest does not name it" for name in added]
+    return what, not wrong, _some(wrong) if wrong else ", ".join(path.name for path in found)
+
+
+def _audits(folder: Path, contents: LedgerContents) -> _Result:
+    what = "the results of the audit are those that the ledger names"
+    last = {audit["file"]: audit for audit in contents.notes.audits}
+    wrong = []
+    for name, audit in last.items():
+        path = folder / name
+        if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() != audit["sha256"]:
+            wrong.append(f"{name} was edited; the ledger says: {audit['summary']}")
+    return what, not wrong, _some(wrong) if wrong else "; ".join(audit["summary"] for audit in last.values())
+
+
+def other_claims(text: str, own: Collection[str]) -> list[str]:
+    """Return each ε that a model card states and dpllm's own lines do not.
+
+    >>> other_claims("ε = 2.0 and epsilon: 0.5", ["epsilon: 2"])
+    ['epsilon: 0.5']
+    """
+    stated = {float(found[1]) for one in own for found in _CLAIM.finditer(one)}
+    return [found[0] for found in _CLAIM.finditer(text) if float(found[1]) not in stated]
+
+
+def without_comments(text: str) -> str:
+    """Return the text of a card that readers see."""
+    return _COMMENT.sub("", text)
+
+
+def missing_points(text: str, points: Sequence[str]) -> list[str]:
+    """Return the report's open points that the card does not list on lines of their own.
+
+    Args:
+        text: the card's text, `without_comments`.
+        points: the report's open points.
+    """
+    listed = {line.strip() for line in text.split("\n")}
+    return [point for point in points if f"- {point}" not in listed]
+
+
+def _some(lines: Sequence[str]) -> str:
+    more = f"; and {len(lines) - _LISTED} more" if len(lines) > _LISTED else ""
+    return "; ".join(lines[:_LISTED]) + more
+
 
 TOLERANCE = 1e-5
 """Largest relative difference between numbers from different processors or versions of the numeric packages.
@@ -119,14 +312,11 @@ def verify(folder: str | Path) -> Verification:
     - the report's files match the hashes in the ledger;
     - the model card, if there is one, has the report's guarantee and open points, and states no different ε;
     - the model's files, the checkpoints and the audits match the lines of the ledger that name them
-      (`dpllm.report.verify_release`);
+      (`release_checks`);
     - on the machine of the training, the texts to publish contain no strings of the private data
       (`dpllm.report.private_strings`).
 
     If a different version of dpllm wrote the report, its sentences are only compared with its hash.
-
-    Args:
-        folder: folder of a run or of a checkpoint.
 
     Returns:
         All checks, including those that passed. Numbers in the JSON must agree within `TOLERANCE`.
@@ -544,10 +734,6 @@ def thresholds_found(plan: PrivacyPlan, contents: LedgerContents) -> tuple[bool,
     step and their noise bound it, and therefore the next threshold. A threshold that anything else changed, such as a
     custom training loop, may contain private values.
 
-    Args:
-        plan: the run's plan.
-        contents: the contents of its ledger.
-
     Returns:
         Whether they fit the plan, and the finding in words; None if the plan needs none and the ledger has none.
     """
@@ -590,3 +776,72 @@ def _largest_statistic(plan: PrivacyPlan) -> float:
     noise = plan.mechanism.noise
     variance = max(noise.variance(step, plan.num_steps) for step in (0, plan.num_steps - 1))
     return units / 2 + _DEVIATIONS * plan.mechanism.statistic_stddev * math.sqrt(variance)
+
+
+_STATED = "the report states the ε of the ledger"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """The guarantee of a folder.
+
+    Attributes:
+        words: one sentence.
+        private: whether there is a guarantee at all: a run without noise or with a fixed seed has none.
+        checks: the checks of plan, ledger, the model's files and the stated ε.
+    """
+
+    words: str
+    private: bool
+    checks: tuple[Check, ...]
+
+    @property
+    def failed(self) -> Check | None:
+        """The first check that failed; None if none did."""
+        return next((check for check in self.checks if not check.ok), None)
+
+
+def standing_of(folder: str | Path) -> Standing:
+    """Return the guarantee of a folder, computed from its ledger.
+
+    Args:
+        folder: folder of a run or of a checkpoint, or a copy of a published one.
+
+    Raises:
+        ValueError: it is not a folder, or holds no ledger.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder. Pass the folder of a run, or of a model that a run released")
+    if not (folder / LEDGER_FILE).is_file():
+        raise ValueError(f"{folder} holds no {LEDGER_FILE}, so there is no guarantee to check")
+    checks: list[Check] = []
+    plan, contents = check_ledger(folder, checks)
+    if plan is None or contents is None:
+        return Standing("No guarantee: plan or ledger cannot be read.", False, tuple(checks))
+    checks += [Check(*result) for result in release_checks(folder, contents)]
+    if isinstance(plan, QueryPlan):
+        return Standing("No model: the folder holds the release of a query run.", False, tuple(checks))
+    if plan.unplanned(contents) is not None:
+        return Standing("No guarantee: the ledger charges steps that are not in the plan.", False, tuple(checks))
+    stated = stated_guarantee(plan, contents)
+    checks.append(_stated(folder, stated.epsilon))
+    if plan.seeded or contents.seeded or not stated.is_finite:
+        reason = "no noise was added" if not stated.is_finite else "a fixed seed, which is for tests, made the noise"
+        return Standing(f"NOT PRIVATE: {reason}.", False, tuple(checks))
+    words = (
+        f"{stated} for each {stated.one_unit} of "
+        f"{plan.num_units:,}, recomputed from the ledger of {contents.num_steps:,} steps."
+    )
+    return Standing(words, True, tuple(checks))
+
+
+def _stated(folder: Path, spent: float) -> Check:
+    """Compare the report's ε, within the tolerance for different versions of the numeric packages."""
+    try:
+        stated = json.loads((folder / JSON_FILE).read_text(encoding="utf-8"))["statement"]["epsilon"]
+        value = math.inf if stated == "inf" else float(stated)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return Check(_STATED, False, f"{JSON_FILE} cannot be read ({type(error).__name__})")
+    same = value == spent or math.isclose(value, spent, rel_tol=TOLERANCE)
+    return Check(_STATED, same, f"ε = {value:g}" if same else f"it states {value:g}, but the ledger gives {spent:g}")

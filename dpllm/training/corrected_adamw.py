@@ -43,7 +43,7 @@ from dpllm.config.train_values import SECOND_MOMENT, SECOND_MOMENTS, second_mome
 from dpllm.config.values import choice
 from dpllm.engines.guard import innermost
 from dpllm.ghost.kernels import accumulation_dtype
-from dpllm.mechanism.known_noise import KnownNoise
+from dpllm.mechanism.strategies import KnownNoise
 from dpllm.privacy.ledger import LEDGER_FILE
 from dpllm.privacy.ledger_reader import noted_before
 from dpllm.privacy.plan import PrivacyPlan

@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from dpllm.engines.processes import DisagreementError, OtherProcessError, Processes, told_by_rank
 from dpllm.mechanism.events import Event
-from dpllm.mechanism.order import UnitsApart
+from dpllm.mechanism.noise import UnitsApart
 from dpllm.privacy.plan import PrivacyPlan
 
 LEFT_OUT = (

@@ -36,7 +36,7 @@ from dpllm.config.tasks import PERPLEXITY, SQUARED_ERROR, TASKS, Score, labels_o
 from dpllm.data.labels import END, IGNORE, START
 from dpllm.data.records import DataError
 from dpllm.data.rows import RowCollator
-from dpllm.data.word_alignment import aligned
+from dpllm.data.tokenization import aligned
 from dpllm.engines.processes import Processes
 from dpllm.models.losses import seq2seq_loss
 from dpllm.models.tasks import row_loss_of

@@ -67,7 +67,7 @@ from dpllm.engines.board import OtherProcessError, is_first_to_say
 from dpllm.engines.processes import Processes
 from dpllm.models.load import load_base_model, load_tokenizer, prepare_model
 from dpllm.models.model_argument import name_classes
-from dpllm.models.start_files import START_FILES, refuse_other_start, start_files
+from dpllm.models.start_weights import START_FILES, refuse_other_start, start_files
 from dpllm.privacy.budget import require_room
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.plan import PrivacyPlan
@@ -298,7 +298,7 @@ def note_start(recipe: Recipe, trainer: DPTrainer, output: Path) -> None:
     """Write the recipe next to the ledger, and the hash of an adapter's starting weights into it; on rank 0.
 
     The adapter needs these weights again when it is loaded, and they are stored in a different folder; see
-    `dpllm.models.start_files`.
+    `dpllm.models.start_weights`.
     """
     save_recipe(recipe, output / RECIPE_FILE)
     ledger = trainer.ledger

@@ -18,7 +18,7 @@ from dpllm.config import PRETRAINED_FOLDER, RECIPE_FILE, TASKS, ConfigError, Mod
 from dpllm.models.load import load_base_model
 from dpllm.models.merging import MERGED_FOLDER, merged
 from dpllm.models.model_argument import name_classes
-from dpllm.models.start_files import refuse_other_start
+from dpllm.models.start_weights import refuse_other_start
 from dpllm.models.starting_point import refuse_private_start
 from dpllm.models.writing import also_end_with, saved_ends
 from dpllm.privacy import checkpoints

@@ -28,11 +28,9 @@ from dpllm.data.chat import ChatTemplate
 from dpllm.engines.guard import no_totals
 from dpllm.mechanism.catalogue import clipping_of, noise_of, with_randomness
 from dpllm.mechanism.parts import Noise, Spec, require_entries
-from dpllm.models.inputs import num_positions
-from dpllm.models.load import check_adapter, load_tokenizer, skeleton
-from dpllm.models.loading import require_folder
+from dpllm.models.inputs import num_positions, refuse_unpackable
+from dpllm.models.load import check_adapter, load_tokenizer, require_folder, skeleton
 from dpllm.models.merging import refuse_unmergeable
-from dpllm.models.packing import refuse_unpackable
 from dpllm.models.quantization import make_ready, refuse_sharding
 from dpllm.models.starting_point import refuse_steering
 from dpllm.privacy.budget import read_budget

@@ -36,6 +36,7 @@ from dpllm.ghost.chunked_head import LogitFormula, token_losses
 from dpllm.ghost.parameters import logits_outweigh
 from dpllm.ghost.refusals import is_shortage
 from dpllm.ghost.taps import subclass
+from dpllm.models.inputs import attention_by_row
 from dpllm.models.losses import (
     next_packed_tokens,
     next_tokens,
@@ -44,7 +45,6 @@ from dpllm.models.losses import (
     row_means,
     take_labels,
 )
-from dpllm.models.packing import attention_by_row
 from dpllm.models.tasks import RowLoss, task_of
 from dpllm.training.choose_clipper import in_mode
 

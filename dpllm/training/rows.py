@@ -47,7 +47,7 @@ class TrainingRows:
             "auto": the largest number that fits on the GPU, found before the first step
             (`dpllm.training.out_of_memory`).
         packed: whether ``collate`` concatenates rows without padding (`dpllm.data.rows.PackedCollator`). The loss is
-            then `dpllm.packed_sequence_loss`, and the model runs within `dpllm.models.packing.attention_by_row`.
+            then `dpllm.packed_sequence_loss`, and the model runs within `dpllm.models.inputs.attention_by_row`.
         pad_token_id: token that fills short rows. None: the padding token of the collator, its tokenizer, or the
             model's configuration; if none is known, 0.
         padding_side: "right" or "left". None: the side of the collator's tokenizer, or right.

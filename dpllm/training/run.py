@@ -32,8 +32,7 @@ from dpllm.engines.checksums import check_before_saving
 from dpllm.engines.processes import Processes, found_by
 from dpllm.ghost import GhostClipper, GhostError, NormMethod, PerUnitClipper, UnitClipper
 from dpllm.ghost.parameters import no_gradient
-from dpllm.mechanism.generators import NoiseSource
-from dpllm.mechanism.regenerated import stream_of
+from dpllm.mechanism.generators import NoiseSource, stream_of
 from dpllm.mechanism.sampling import seeded_rng
 from dpllm.models.run_weights import RunWeights, note_changes, refuse_other_weights, sums_of_trained
 from dpllm.models.starting_point import edited_start, takes_metrics
@@ -140,7 +139,7 @@ class PrivateRun:
         ledger: the ledger to charge.
         seed: None, or a fixed seed for tests, with which nothing is private, and the report says so.
         noise_memory: for correlated noise: "stored" keeps the noise of earlier steps, "regenerated" draws it again in
-            each step, and "auto" stores as much as fits in a share of the memory (`dpllm.mechanism.regenerated`). It
+            each step, and "auto" stores as much as fits in a share of the memory (`dpllm.mechanism.generators`). It
             changes no value.
 
     Raises:
@@ -412,7 +411,7 @@ class PrivateRun:
 
         Raises:
             ValueError: the plan has no step left; with several processes, the last step failed half-way; or a unit was
-                drawn again too early for noise that is correlated over steps (`dpllm.mechanism.order.UnitsApart`).
+                drawn again too early for noise that is correlated over steps (`dpllm.mechanism.noise.UnitsApart`).
             DrawError: ``present_N`` has a wrong shape or dtype; nothing is drawn.
             LedgerError: a step cannot be charged.
             DisagreementError: a process draws more often or less often than the others.

@@ -47,7 +47,7 @@ from transformers.utils import logging as transformers_logging
 from dpllm.config import TASKS, ConfigError
 from dpllm.config.output_folder import REPORTS, size_in_words
 from dpllm.models.inputs import model_pad_id, num_positions
-from dpllm.models.loading import NO_CODE, changes_of_base, load_adapter, one_line
+from dpllm.models.load import NO_CODE, changes_of_base, load_adapter, one_line
 from dpllm.models.merging import merged
 from dpllm.models.start_weights import new_heads
 from dpllm.models.tasks import is_of_transformers, loading_class, task_of

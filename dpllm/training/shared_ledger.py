@@ -20,11 +20,13 @@ from dpllm.privacy.run_folder import (
     COMPLETED,
     STOPPED_EARLY,
     charging,
+    compare_rows,
     make_way,
     note_public_start,
+    remember_records,
+    remember_rows,
     require_public_start,
 )
-from dpllm.privacy.same_rows import compare_rows, remember_records, remember_rows
 from dpllm.privacy.stated import planned_steps, stated_starts, steps_allowed, taken_starts
 from dpllm.training.step import Threshold
 
@@ -137,7 +139,7 @@ class SharedLedger:
             plan: the privacy plan; it must be the plan with which the ledger was started.
             processes: all processes of the run.
             budget_file: the budget file to which the run was charged.
-            contents: hash of the rows, compared with those of the first start (`dpllm.privacy.same_rows`). None: not
+            contents: hash of the rows, compared with those of the first start (`dpllm.privacy.run_folder`). None: not
                 compared.
             public: earlier training on public data, as stated by this start; lines that the ledger lacks are added.
 
@@ -209,7 +211,7 @@ class SharedLedger:
         return cls(ledger, path, head, processes, budget, planned, history, threshold)
 
     def remember_rows(self, contents: str) -> None:
-        """Note the rows of a new run (`dpllm.privacy.same_rows`). Called by all processes together."""
+        """Note the rows of a new run (`dpllm.privacy.run_folder`). Called by all processes together."""
 
         def remember() -> None:
             assert self._ledger is not None
@@ -218,7 +220,7 @@ class SharedLedger:
         self._processes.from_main(remember)
 
     def remember_records(self, contents: str) -> None:
-        """Note the records of a new run (`dpllm.privacy.same_rows`). Called by all processes together."""
+        """Note the records of a new run (`dpllm.privacy.run_folder`). Called by all processes together."""
 
         def remember() -> None:
             assert self._ledger is not None

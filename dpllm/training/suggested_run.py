@@ -20,9 +20,9 @@ from dpllm.data.units import UnitIndex
 from dpllm.mechanism.blt import BltNoise
 from dpllm.mechanism.noise import IndependentNoise
 from dpllm.mechanism.parts import Noise, Spec
-from dpllm.mechanism.workload import Workload
+from dpllm.mechanism.strategies import Workload
 from dpllm.privacy import defaults
-from dpllm.privacy.noise_choice import Prediction, predicted_noise, prediction
+from dpllm.privacy.calibration import Prediction, predicted_noise, prediction
 from dpllm.privacy.plan import PrivacyPlan
 from dpllm.training.arguments import num_private_steps, plan_for, training_arguments
 from dpllm.training.preflight import to_plan

@@ -41,9 +41,8 @@ from dpllm.engines.processes import DisagreementError, Processes, told_by_rank
 from dpllm.engines.saved_state import is_start
 from dpllm.ghost import GhostClipper, NormMethod
 from dpllm.mechanism.limits import NOISE_MEMORIES
-from dpllm.models.inputs import num_positions
+from dpllm.models.inputs import num_positions, refuse_unpackable
 from dpllm.models.model_argument import GivenModel, names_of_classes
-from dpllm.models.packing import refuse_unpackable
 from dpllm.models.start_weights import WeightSample
 from dpllm.models.starting_point import check_start, edited_start, refuse_changed_start, refuse_steering, takes_metrics
 from dpllm.models.tasks import RowLoss, default_row_loss, task_of
@@ -225,7 +224,7 @@ class DPTrainer(TrainerOutputs):
             that fits on the GPU, found before the first step (`dpllm.training.out_of_memory`); refused if the model
             is sharded.
         pack_rows: concatenate the rows of a microbatch without padding, for causal language models. The attention
-            processes each row separately (`dpllm.models.packing`) during `train`; evaluation pads as before.
+            processes each row separately (`dpllm.models.inputs`) during `train`; evaluation pads as before.
         norm_method: as for `dpllm.training.attached.RunOptions`.
         head: how a causal language model's losses are computed (`dpllm.training.row_losses.HeadLosses`): "auto",
             "whole" (from all logits) or "chunks". The choice changes them only by rounding.

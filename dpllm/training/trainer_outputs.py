@@ -32,16 +32,17 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
 
 from dpllm.config import TASKS, ConfigError, PrivacyConfig
-from dpllm.data.public_eval_check import hash_of_rows, refuse_own_rows
+from dpllm.data.shared_records import hash_of_rows, refuse_own_rows
 from dpllm.data.units import UnitIndex
 from dpllm.engines import whole_state
 from dpllm.engines.finite import require_finite
 from dpllm.engines.processes import Processes
 from dpllm.mechanism.averages import LAST_FOLDER
-from dpllm.models.loading import changes_of_base
+from dpllm.models.load import changes_of_base
 from dpllm.models.merging import MERGED_FOLDER, merged
 from dpllm.models.run_weights import note_changes
 from dpllm.models.tasks import is_of_transformers, loading_class, task_of
+from dpllm.privacy.accounting import Guarantee
 from dpllm.privacy.checkpoints import (
     STAGING_FOLDER,
     CheckpointError,
@@ -54,7 +55,6 @@ from dpllm.privacy.checkpoints import (
     saving,
     staging_folder,
 )
-from dpllm.privacy.guarantee import Guarantee
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.privacy.rounding import epsilon_to_log
@@ -336,7 +336,7 @@ class TrainerOutputs(ContinuedTrainer):
         Rows that replaced it are compared with the private rows before they are used.
 
         Raises:
-            DataError: they are the private rows (`dpllm.data.public_eval_check`).
+            DataError: they are the private rows (`dpllm.data.shared_records`).
         """
         several = self.eval_dataset.values() if isinstance(self.eval_dataset, Mapping) else ()
         if not self.eval_is_public or not any(dataset is one for one in (self.eval_dataset, *several)):
@@ -348,7 +348,7 @@ class TrainerOutputs(ContinuedTrainer):
         """Check that rows declared public are not the private rows; once for data sets with the same rows.
 
         Raises:
-            DataError: they are (`dpllm.data.public_eval_check`).
+            DataError: they are (`dpllm.data.shared_records`).
         """
         if not self.eval_is_public or dataset is None:
             return

@@ -29,8 +29,8 @@ from transformers import (
 from transformers.utils import logging
 
 from dpllm.config import ConfigError, PrivacyConfig
+from dpllm.data.examples import PairCollator
 from dpllm.data.lengths import Limits, row_lengths
-from dpllm.data.preferences import PairCollator
 from dpllm.data.records import contents_of
 from dpllm.data.rows import CLASS_AS_TEXT, DataError, PackedCollator, column_of, unit_index_of
 from dpllm.data.single_rows import StoredRows, fetch_rows

@@ -1,7 +1,7 @@
 """DPSFTTrainer and DPDPOTrainer: private training with the options and the data shapes of TRL's trainers.
 
-They make rows from examples (`dpllm.data.supervised`) or from pairs of answers with their references
-(`dpllm.data.preferences`), and pass them to `dpllm.DPTrainer`, from which they inherit steps, checks and report. TRL
+They make rows from examples (`dpllm.data.examples`) or from pairs of answers with their references
+(`dpllm.data.examples`), and pass them to `dpllm.DPTrainer`, from which they inherit steps, checks and report. TRL
 prepares conversations and templates. They inherit from no class of TRL's trainers, so no option is silently ignored
 (`dpllm.training.trl_arguments`). Guarantee, model and tokenizer are checked before any data are read.
 
@@ -38,14 +38,12 @@ from transformers.utils import logging
 from dpllm.config import ConfigError, DataConfig, PrivacyConfig, Recipe
 from dpllm.config.tasks import Score
 from dpllm.config.values import flag
-from dpllm.data.examples import Tokens
+from dpllm.data.examples import LOG_PROBS, PairCollator, Preferences, Supervised, Tokens, reference_in, shares_prompts
 from dpllm.data.messages import BESIDE, OPTIONS, read_beside
-from dpllm.data.preferences import LOG_PROBS, PairCollator, Preferences, reference_in, shares_prompts
 from dpllm.data.rows import RowCollator
-from dpllm.data.supervised import Supervised
 from dpllm.engines.processes import Processes
 from dpllm.models.inputs import align_padding
-from dpllm.models.loading import load_pretrained, not_loaded
+from dpllm.models.load import load_pretrained, not_loaded
 from dpllm.models.preference import PairLoss, answer_tokens, pair_log_probs
 from dpllm.models.starting_point import check_start, edited_start
 from dpllm.models.tasks import RowLoss, task_of
@@ -86,7 +84,7 @@ class PairLosses:
 
         Args:
             model: model to call.
-            inputs: inputs by `dpllm.data.preferences.PairCollator`, on the model's device.
+            inputs: inputs by `dpllm.data.examples.PairCollator`, on the model's device.
         """
         return self.scored(model, inputs)[0]
 
@@ -114,7 +112,7 @@ def reference_log_probs(
 
     Args:
         model: the reference, unsharded.
-        dataset: rows of `dpllm.data.preferences.Preferences`.
+        dataset: rows of `dpllm.data.examples.Preferences`.
         collate: makes inputs from rows.
         tail_weight: as for `PairLoss`.
         device: device on which the model runs.

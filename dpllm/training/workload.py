@@ -1,7 +1,7 @@
 """Compute the workload of a run: how momentum, learning rates and averaging carry noise into the released weights.
 
 It follows from the training arguments, before the plan. The planner designs correlated noise for it
-(`dpllm.mechanism.workload`). The numbers are public, and cannot change ε.
+(`dpllm.mechanism.strategies`). The numbers are public, and cannot change ε.
 
 `advice` names settings of optimizer, schedule and average that performed worse in measurements of private training.
 `dpllm plan` prints the advice, and `dpllm.DPTrainer` logs it when a run begins. None of it concerns ε, and
@@ -19,7 +19,7 @@ from transformers.optimization import get_scheduler
 
 from dpllm.config.train_values import WARM_UP
 from dpllm.mechanism.averages import Average, average_of, weights_of
-from dpllm.mechanism.workload import Workload
+from dpllm.mechanism.strategies import Workload
 from dpllm.privacy.plan import PrivacyPlan
 from dpllm.training.corrected_adamw import asked_second_moment
 

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from dpllm import PrivacyConfig, PrivacyPlan, PrivateRun, TrainingRows, make_plan, per_sequence_loss
-from dpllm.audit.gradient import Basis, Design, Restarts, Steps, observe, unit_gradients
-from dpllm.audit.gradient_attacks import judge_releases
+from dpllm.audit.gradient import Basis, Design, Restarts, Steps, judge_releases, observe, unit_gradients
 from dpllm.audit.result import AuditResult
 from dpllm.data.units import UnitIndex
 from dpllm.mechanism.averages import MovingAverage
@@ -30,7 +29,7 @@ from dpllm.mechanism.blt import BltNoise
 from dpllm.mechanism.catalogue import spec_of
 from dpllm.mechanism.parts import Draw, Spec
 from dpllm.mechanism.query import Query
-from dpllm.mechanism.workload import Workload
+from dpllm.mechanism.strategies import Workload
 from dpllm.methods.aggregate.thresholded import ThresholdedCounts
 from dpllm.methods.attacks.answers import run_rounds, run_trials
 from dpllm.methods.attacks.command import probe_of

@@ -11,10 +11,16 @@ import numpy as np
 import pytest
 
 from dpllm.audit import bounds
-from dpllm.audit.bounds import AuditError, one_run_bounds, one_run_curve_epsilon, one_run_epsilon, trial_bounds
-from dpllm.audit.families import gaussian_family
+from dpllm.audit.bounds import (
+    AuditError,
+    gaussian_family,
+    one_run_bounds,
+    one_run_curve_epsilon,
+    one_run_epsilon,
+    trial_bounds,
+)
 from dpllm.mechanism.events import Step
-from dpllm.privacy.gaussian import gaussian_epsilon
+from dpllm.privacy.risk import gaussian_epsilon
 
 DELTA = 1e-5
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from scipy import special
 
-from dpllm.audit.families import MOST_EPSILON, gaussian_family, plan_family
+from dpllm.audit.bounds import MOST_EPSILON, gaussian_family, plan_family
 from dpllm.mechanism.events import Step
 from dpllm.privacy.accounting import epsilon
-from dpllm.privacy.gaussian import gaussian_epsilon
+from dpllm.privacy.risk import gaussian_epsilon
 
 GAUSSIAN = [(Step(sampling_rate=1.0, noise_multiplier=1.0), 1)]
 SAMPLED = [(Step(sampling_rate=0.1, noise_multiplier=0.8), 40)]

@@ -20,13 +20,16 @@ from dpllm.audit.gradient import (
     Restarts,
     Steps,
     _check_plain_sgd,
+    judge_releases,
+    known_orders,
     observe,
+    scores_of,
+    strategy,
     unit_gradients,
     updates_by_itself,
     whole_gradient,
     whole_parameters,
 )
-from dpllm.audit.gradient_attacks import judge_releases, known_orders, scores_of, strategy
 from dpllm.audit.gradient_recipe import Settings
 from dpllm.audit.result import CONSISTENT, FAIL
 from dpllm.cli.program import app

@@ -1,4 +1,4 @@
-"""Tests of dpllm.audit.kinds: the texts of canaries."""
+"""Tests of dpllm.audit.canaries: the texts of canaries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from dpllm.audit.bounds import AuditError
-from dpllm.audit.kinds import distinct, random_tokens, rare_suffix, readable_tokens, sampled
+from dpllm.audit.canaries import distinct, random_tokens, rare_suffix, readable_tokens, sampled
 from tests.small_model import WORDS
 
 

@@ -4,9 +4,15 @@ import numpy as np
 import pytest
 
 from dpllm.audit.bounds import AuditError
-from dpllm.audit.membership import bounds_of, check_exchangeable, judge_attack, membership_rows, membership_scores
-from dpllm.audit.roc import highest_fpr
-from dpllm.audit.scores import TokenScores
+from dpllm.audit.result import highest_fpr
+from dpllm.audit.scores import (
+    TokenScores,
+    bounds_of,
+    check_exchangeable,
+    judge_attack,
+    membership_rows,
+    membership_scores,
+)
 from dpllm.mechanism.events import Step
 from dpllm.privacy.risk import attack_risk
 

@@ -28,7 +28,7 @@ from tests.audit.planted import SETUPS, summary
 ROOT = Path(__file__).resolve().parents[2]
 GUARD = ("dpllm/engines/guard.py", "            raise _refusal(", "            _refusal(")
 APART = (
-    "dpllm/mechanism/order.py",
+    "dpllm/mechanism/noise.py",
     "        if not len(unit_ids):\n            return\n",
     "        return\n",
 )
@@ -268,7 +268,7 @@ BUGS = [
         "fixed_order",
         (
             (
-                "dpllm/mechanism/buffered.py",
+                "dpllm/mechanism/blt.py",
                 "    visits[: separation * participations : separation] = 1.0\n",
                 "    visits[0] = 1.0\n",
             ),

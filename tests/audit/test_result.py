@@ -10,12 +10,19 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dpllm.audit.bounds import AuditError, one_run_bounds
-from dpllm.audit.families import plan_family
-from dpllm.audit.figure import plot_audit
-from dpllm.audit.power import NoiseTest, power, power_in_words
-from dpllm.audit.result import CONSISTENT, FAIL, NO_CLAIM, allowed_rates, json_text, judge, tpr_confidence
-from dpllm.audit.roc import highest_fpr, tpr_at
+from dpllm.audit.bounds import AuditError, NoiseTest, one_run_bounds, plan_family, power, power_in_words
+from dpllm.audit.result import (
+    CONSISTENT,
+    FAIL,
+    NO_CLAIM,
+    allowed_rates,
+    highest_fpr,
+    json_text,
+    judge,
+    plot_audit,
+    tpr_at,
+    tpr_confidence,
+)
 from dpllm.mechanism.events import Step
 from dpllm.privacy.accounting import epsilon
 from tests.audit.test_bounds import gaussian_scores

@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from dpllm.audit.bounds import AuditError
-from dpllm.audit.roc import auroc, roc_curve, tpr_at
+from dpllm.audit.result import auroc, roc_curve, tpr_at
 
 
 def test_the_area_is_the_share_of_pairs_in_order():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dpllm.audit.roc import auroc
+from dpllm.audit.result import auroc
 from tests.benchmarks.material import program
 
 benchmark = program("false_alarms")

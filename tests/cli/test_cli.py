@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 from dpllm.cli.plan_sweep import Setting
 from dpllm.cli.program import app
 from dpllm.config import PrivacyConfig, load_recipe
-from dpllm.planning.footprint import engines_for, footprint_of_recipe
-from dpllm.planning.footprint_text import format_bytes
+from dpllm.planning.footprint import engines_for, footprint_of_recipe, format_bytes
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.budget import charge
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger, read_ledger

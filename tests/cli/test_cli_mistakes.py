@@ -169,7 +169,7 @@ def test_whoever_waits_for_a_budget_is_told_who_holds_it(tmp_path: Path, monkeyp
 
     screen = Screen()
     monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setattr("dpllm.privacy.budget_lock._LOCK_PATIENCE", 0.0)
+    monkeypatch.setattr("dpllm.privacy.budget._LOCK_PATIENCE", 0.0)
     with open(path.with_name("b.json.lock"), "r+b") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         entries: list[str] = []

@@ -12,9 +12,8 @@ import pytest
 from dpllm.cli.plan_suggest import CHECKED, NOT_CHECKED
 from dpllm.config import load_recipe
 from dpllm.config.yaml12 import read_yaml
-from dpllm.planning import public_text, rehearsal
-from dpllm.planning.public_text import Material
-from dpllm.planning.rehearsal import Rehearsal, Trial
+from dpllm.planning import rehearsal
+from dpllm.planning.rehearsal import Material, Rehearsal, Trial
 from dpllm.training.weight_size import WeightSize
 from tests.cli.test_cli import as_json, refuse, run
 from tests.small_model import save_small_model
@@ -96,7 +95,7 @@ def test_a_rehearsal_is_shown_and_recommended(path, tmp_path, monkeypatch, count
         trials = (Trial(centre / 2, 0.1, 3.25), Trial(centre, 0.2, 2.125), Trial(centre * 2, 0.4, 3.0))
         return Rehearsal(trials, 5.0, shortened, "public.jsonl", 90, 9)
 
-    monkeypatch.setattr(public_text, "load_material", lambda *arguments: material)
+    monkeypatch.setattr(rehearsal, "load_material", lambda *arguments: material)
     monkeypatch.setattr(rehearsal, "rehearse", rehearse)
     public = records(tmp_path, "public.jsonl", 100)
     command = ["plan", "suggest", str(path), "--public", str(public), "--around", "0.5"]

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from dpllm.cli.program import app
 from dpllm.config import ConfigError, load_recipe
-from dpllm.models.start_files import START_FILES, start_files
+from dpllm.models.start_weights import START_FILES, start_files
 from dpllm.privacy.ledger import read_ledger
 from dpllm.privacy.run_folder import is_finished
 from dpllm.report.model_card import add_notes, adopt_run, write_model_card
@@ -166,7 +166,7 @@ def test_an_adapter_is_not_added_to_other_weights(run, tmp_path, monkeypatch):
 )
 @kills(
     "starting weights that were replaced are not noticed by a sampling from the adapter",
-    "dpllm/models/start_files.py",
+    "dpllm/models/start_weights.py",
     "        refuse_other_start(ledger, str(base))\n",
     "        pass\n",
 )

@@ -15,12 +15,10 @@ from transformers import GenerationConfig, TrainingArguments  # noqa: E402
 from dpllm import DPSFTTrainer, DPTrainer  # noqa: E402
 from dpllm.config import ConfigError, DataConfig  # noqa: E402
 from dpllm.data.chat import SILENT, ChatTemplate, prompt_of_chat  # noqa: E402
-from dpllm.data.examples import Tokens  # noqa: E402
-from dpllm.data.preferences import Preferences  # noqa: E402
+from dpllm.data.examples import Preferences, Supervised, Tokens  # noqa: E402
 from dpllm.data.raw_rows import RowMaker  # noqa: E402
 from dpllm.data.records import DataError, check_records, load_records  # noqa: E402
 from dpllm.data.rows import tokenization_info, tokenize_records  # noqa: E402
-from dpllm.data.supervised import Supervised  # noqa: E402
 from dpllm.models.generation import load_generator  # noqa: E402
 from tests import trl_data  # noqa: E402
 

@@ -7,8 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from dpllm.data.clinic import NUM_LEAFLETS, NUM_PATIENTS, leaflets, notes
-from dpllm.data.corpora import BUILTIN
+from dpllm.data.corpora import BUILTIN, NUM_LEAFLETS, NUM_PATIENTS, leaflets, notes
 
 
 @pytest.fixture(scope="module")

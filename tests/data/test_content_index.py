@@ -12,8 +12,8 @@ from datasets import Dataset
 import dpllm.data.content_index as module
 from dpllm.config import DataConfig, PrivacyUnit, load_recipe
 from dpllm.config.recipe_file import load_query_recipe
-from dpllm.data.clinic import notes
 from dpllm.data.content_index import NGRAM, ContentIndex, count_copies
+from dpllm.data.corpora import notes
 from dpllm.data.records import DataError, has_many_copies, load_records, load_train_and_eval
 from dpllm.data.rows import unit_index_of
 from dpllm.data.shared_records import refuse_private_parts, refuse_private_prompts, refuse_shared_records

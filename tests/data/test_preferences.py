@@ -9,9 +9,8 @@ import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
 
 from dpllm.config import ConfigError  # noqa: E402
-from dpllm.data.examples import Tokens  # noqa: E402
+from dpllm.data.examples import PairCollator, Preferences, Tokens, reference_in, shares_prompts  # noqa: E402
 from dpllm.data.lengths import Limits  # noqa: E402
-from dpllm.data.preferences import PairCollator, Preferences, reference_in, shares_prompts  # noqa: E402
 from dpllm.data.records import DataError  # noqa: E402
 from tests import trl_data  # noqa: E402
 from tests.mutations import kills  # noqa: E402
@@ -59,7 +58,7 @@ def test_each_pair_is_made_of_its_own_example_and_has_its_number():
 
 @kills(
     "the reference of a pair is that of the first pair of its microbatch",
-    "dpllm/data/preferences.py",
+    "dpllm/data/examples.py",
     "self.reference[numbers]",
     "self.reference[numbers[:1].repeat(len(numbers))]",
 )
@@ -81,7 +80,7 @@ def test_the_collator_makes_a_pair_of_its_row_only():
 
 @kills(
     "a pair's second sequence is not counted in its tokens",
-    "dpllm/data/preferences.py",
+    "dpllm/data/examples.py",
     "return longest * self.SEQUENCES",
     "return longest",
 )

@@ -4,8 +4,8 @@ import pytest
 from datasets import Dataset, List, Value, concatenate_datasets
 from torch.utils.data import ConcatDataset, Subset
 
-from dpllm.data.public_eval_check import refuse_own_rows
 from dpllm.data.records import DataError
+from dpllm.data.shared_records import refuse_own_rows
 from tests.mutations import kills
 
 PRIVATE = Dataset.from_dict({"input_ids": [[n, n + 1, 7] for n in range(20)], "labels": [[0, 0, 0]] * 20})
@@ -14,7 +14,7 @@ PUBLIC = Dataset.from_dict({"input_ids": [[n, 8] for n in range(10)]})
 
 @kills(
     "the training rows may be declared public for evaluation",
-    "dpllm/data/public_eval_check.py",
+    "dpllm/data/shared_records.py",
     "if shared and 2 * shared > len(dataset):",
     "if False:",
 )
@@ -80,7 +80,7 @@ def test_parts_of_rows_that_are_computed_are_recognised_by_their_places():
 
 @kills(
     "private pairs may be declared public",
-    "dpllm/data/public_eval_check.py",
+    "dpllm/data/shared_records.py",
     'sorted(name for name in row if name.endswith("_input_ids"))',
     "[]",
 )

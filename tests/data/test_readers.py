@@ -17,7 +17,7 @@ import pytest
 
 from dpllm.config import ConfigError, DataConfig, PrivacyUnit
 from dpllm.data.records import DataError, load_records, load_train_and_eval, reading_remarks, sources_of
-from dpllm.models.local_model import model_at_hand
+from dpllm.planning.new_recipe import model_at_hand
 
 TEXTS = ["The first note, naïve.", 'A second one, with "quotes"\nand a break.', "00017"]
 FRAME = pd.DataFrame({"text": TEXTS, "id": ["007", "008", "009"], "n": [1, 2, 3]})

@@ -7,9 +7,8 @@ trl = pytest.importorskip("trl")
 from datasets import Dataset  # noqa: E402
 
 from dpllm.config import ConfigError  # noqa: E402
-from dpllm.data.examples import Tokens, is_chat  # noqa: E402
+from dpllm.data.examples import Supervised, Tokens, is_chat  # noqa: E402
 from dpllm.data.records import DataError  # noqa: E402
-from dpllm.data.supervised import Supervised  # noqa: E402
 from tests import trl_data  # noqa: E402
 from tests.mutations import kills  # noqa: E402
 
@@ -65,7 +64,7 @@ def test_token_ids_keep_their_labels_or_get_those_of_their_masks():
 
 @kills(
     "a column 'record' of raw examples makes one unit of several",
-    "dpllm/data/supervised.py",
+    "dpllm/data/examples.py",
     "        if parts is None:  # tokenized",
     "        if True:  # tokenized",
 )

@@ -9,7 +9,7 @@ from dpllm.config import ConfigError, DataConfig
 from dpllm.data.lengths import row_lengths
 from dpllm.data.records import DataError, check_records
 from dpllm.data.rows import RowCollator, num_labels_of, tokenization_info, tokenize_records, train_tokenizer
-from dpllm.data.word_alignment import Aligned, answer_of
+from dpllm.data.tokenization import Aligned, answer_of
 
 TEXT = "Ada Lovelace lived in London and wrote the first program for an engine"
 

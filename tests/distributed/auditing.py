@@ -7,8 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dpllm import PrivateRun
-from dpllm.audit.gradient import Design, Steps, observe
-from dpllm.audit.gradient_attacks import judge_releases
+from dpllm.audit.gradient import Design, Steps, judge_releases, observe
 from tests.audit.planted import CONFIDENCE, basis_of, plan_of, vectors
 from tests.distributed.setups import dispose, prepare
 from tests.memory_ledger import MemoryLedger

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 from dpllm.engines import model_inside
 from dpllm.engines.guard import innermost
-from dpllm.mechanism.known_noise import KnownNoise
+from dpllm.mechanism.strategies import KnownNoise
 from dpllm.training.corrected_adamw import CorrectedAdamW
 from dpllm.training.run import PrivateRun
 from tests.distributed.averaging import Ledger

@@ -21,13 +21,12 @@ from dpllm.data.rows import RowCollator, load_records, tokenize_records
 from dpllm.data.units import UnitIndex
 from dpllm.engines import EngineError, buckets, engine_for, model_inside
 from dpllm.engines.processes import DisagreementError, Processes
-from dpllm.mechanism import regenerated
+from dpllm.mechanism import generators
 from dpllm.mechanism.clipping import FlatClipping
-from dpllm.mechanism.generators import NoiseSource
+from dpllm.mechanism.generators import NoiseSource, stream_of
 from dpllm.mechanism.limits import NOISE_MEMORIES
 from dpllm.mechanism.noise import IndependentStream
 from dpllm.mechanism.parts import NoiseStream
-from dpllm.mechanism.regenerated import stream_of
 from dpllm.privacy.plan import PrivacyPlan
 from dpllm.training.choose_clipper import clipper_for
 from dpllm.training.microbatches import microbatches
@@ -391,8 +390,8 @@ def memories(engine: str, steps: int = 5) -> dict[str, list[bytes]]:
         source = NoiseSource(5, Processes().rank, plan.randomness)
         return stream_of(plan.mechanism.noise, source, plan.num_steps, memory)
 
-    regenerated.ENTRIES_AT_A_TIME = 1000  # several blocks in a parameter
-    regenerated.memory_of = lambda device: 600_000
+    generators.ENTRIES_AT_A_TIME = 1000  # several blocks in a parameter
+    generators.memory_of = lambda device: 600_000
     found = {}
     for memory in NOISE_MEMORIES:
         noise = functools.partial(made, memory=memory)

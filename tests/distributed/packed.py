@@ -11,7 +11,7 @@ from dpllm import PrivateRun
 from dpllm.data.rows import PackedCollator
 from dpllm.data.units import UnitIndex
 from dpllm.engines import model_inside
-from dpllm.models.packing import attention_by_row
+from dpllm.models.inputs import attention_by_row
 from dpllm.models.tasks import default_row_loss
 from dpllm.training.row_losses import HeadLosses, RowLosses
 from tests.distributed.matrix import NUM_ROWS, flat, plan_of

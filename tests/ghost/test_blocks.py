@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dpllm import GhostClipper, GhostError
 from dpllm.ghost import NormMethod
-from dpllm.mechanism.per_layer import PerLayerClipping
+from dpllm.mechanism.clipping import PerLayerClipping
 from tests.ghost.loop import flat, perturbed, row_gradients
 from tests.mutations import kills
 

@@ -13,11 +13,8 @@ from torch import nn
 from dpllm import GhostClipper, GhostError
 from dpllm.ghost import parameters
 from dpllm.ghost.sums import GroupFactors
-from dpllm.mechanism.automatic import AutomaticClipping
 from dpllm.mechanism.catalogue import CLIPPINGS
-from dpllm.mechanism.clipping import FlatClipping, NormBound
-from dpllm.mechanism.per_layer import PerLayerClipping
-from dpllm.mechanism.quantile import QuantileClipping
+from dpllm.mechanism.clipping import AutomaticClipping, FlatClipping, NormBound, PerLayerClipping, QuantileClipping
 from tests.mutations import kills
 
 C = 0.7

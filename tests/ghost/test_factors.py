@@ -29,13 +29,13 @@ def test_a_unit_is_scaled_to_the_clip_norm_or_left_alone():
 
 @kills(
     "gradients below the threshold keep their length while the others are scaled",
-    "dpllm/mechanism/quantile.py",
+    "dpllm/mechanism/clipping.py",
     "self.clip_norm / norm_GU.clamp_min(self.threshold)",
     "self.clip_norm / norm_GU.clamp_max(self.threshold)",
 )
 @kills(
     "adaptive scaling divides by less than the norm",
-    "dpllm/mechanism/automatic.py",
+    "dpllm/mechanism/clipping.py",
     "(norm_GU + self.stability / (norm_GU + self.stability))",
     "(norm_GU - self.stability / (norm_GU + self.stability)).clamp_min(1e-9)",
 )

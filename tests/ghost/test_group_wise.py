@@ -11,10 +11,8 @@ from dpllm.ghost import parameters
 from dpllm.ghost.refusals import GhostError
 from dpllm.ghost.sums import GroupFactors
 from dpllm.mechanism.catalogue import CLIPPINGS
-from dpllm.mechanism.clipping import FlatClipping
-from dpllm.mechanism.group_clipping import GroupClipping
+from dpllm.mechanism.clipping import FlatClipping, GroupClipping, PerLayerClipping
 from dpllm.mechanism.parts import SeparateGroups, SizedGroups, Spec
-from dpllm.mechanism.per_layer import PerLayerClipping
 from tests.ghost.alive import Watch
 from tests.ghost.loop import flat, row_gradients
 from tests.ghost.test_groups import Halves

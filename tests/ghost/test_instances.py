@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from dpllm import GhostClipper
 from dpllm.ghost import NormMethod
 from dpllm.ghost.sums import Sum
-from dpllm.mechanism.per_layer import PerLayerClipping
+from dpllm.mechanism.clipping import PerLayerClipping
 from tests.ghost.loop import flat, row_gradients
 from tests.mutations import kills
 

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dpllm import GhostClipper, GhostError
 from dpllm.ghost import NoRuleError
-from dpllm.mechanism.per_layer import PerLayerClipping
+from dpllm.mechanism.clipping import PerLayerClipping
 from tests.ghost.loop import Kernel, assert_is_the_loop, perturbed
 from tests.mutations import kills
 

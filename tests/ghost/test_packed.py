@@ -8,7 +8,7 @@ from torch import nn
 from dpllm import GhostClipper, GhostError, packed_sequence_loss
 from dpllm.data.rows import PackedCollator
 from dpllm.ghost.model_calls import PackedRows
-from dpllm.models.packing import attention_by_row
+from dpllm.models.inputs import attention_by_row
 from tests.mutations import kills
 from tests.reference.zoo import Case, build_model
 

@@ -14,8 +14,8 @@ from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from dpllm import GhostClipper, GhostError, packed_sequence_loss
 from dpllm.data.rows import PackedCollator
 from dpllm.ghost import NormMethod
+from dpllm.models.inputs import attention_by_row
 from dpllm.models.losses import per_sequence_loss
-from dpllm.models.packing import attention_by_row
 from tests.conftest import tiny_llama_config
 from tests.ghost.loop import assert_is_the_loop, perturbed, row_gradients
 from tests.mutations import kills

@@ -9,8 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import BigBirdConfig, BigBirdForCausalLM, LlamaForCausalLM
 
 from dpllm import ClipResult, GhostClipper, GhostError, PerUnitClipper, per_sequence_loss
-from dpllm.mechanism.clipping import FlatClipping
-from dpllm.mechanism.per_layer import PerLayerClipping
+from dpllm.mechanism.clipping import FlatClipping, PerLayerClipping
 from tests.conftest import tiny_llama_config
 from tests.ghost.loop import flat, perturbed
 from tests.mutations import kills

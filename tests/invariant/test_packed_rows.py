@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dpllm import GhostClipper, packed_sequence_loss
 from dpllm.data.rows import PackedCollator
-from dpllm.models.packing import attention_by_row
+from dpllm.models.inputs import attention_by_row
 from tests.reference.oracle import (
     clipped_sum,
     float64_copy,

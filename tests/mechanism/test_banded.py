@@ -15,8 +15,7 @@ from dpllm.mechanism.events import Step
 from dpllm.mechanism.generators import NoiseSource
 from dpllm.mechanism.parts import Draw, Mechanism
 from dpllm.mechanism.sampling import seeded_rng
-from dpllm.mechanism.strategies import coefficients
-from dpllm.mechanism.workload import Workload
+from dpllm.mechanism.strategies import Workload, coefficients
 from dpllm.privacy.accounting import epsilon, merge
 from dpllm.privacy.calibration import calibrate
 from dpllm.privacy.plan import make_plan

@@ -19,9 +19,9 @@ from dpllm.mechanism.generators import NoiseSource
 from dpllm.mechanism.noise import IndependentNoise
 from dpllm.mechanism.parts import Draw, Mechanism, Spec
 from dpllm.mechanism.sampling import seeded_rng
-from dpllm.mechanism.workload import Workload
+from dpllm.mechanism.strategies import Workload
 from dpllm.privacy.accounting import delta, epsilon, merge
-from dpllm.privacy.noise_choice import prediction
+from dpllm.privacy.calibration import prediction
 from dpllm.privacy.plan import PrivacyPlan, format_plan, make_plan
 from tests.mutations import kills
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from scipy import linalg, optimize
 
-from dpllm.mechanism import buffered
-from dpllm.mechanism.buffered import best_numbers, error, inverse_numbers, product, require_numbers, sensitivity
-from dpllm.mechanism.workload import Workload
+from dpllm.mechanism import blt
+from dpllm.mechanism.blt import best_numbers, error, inverse_numbers, product, require_numbers, sensitivity
+from dpllm.mechanism.strategies import Workload
 from tests.mutations import kills
 
 GOLDEN = ((0.9, 0.5, 0.001), (0.1, 0.2, 0.5))
@@ -39,7 +39,7 @@ def test_column_and_inverse_are_those_of_jax_privacy():
     decays, weights = inverse_numbers(*GOLDEN)
     assert decays[::-1] == pytest.approx([0.8535358949120169, 0.40221586827879585, -0.6547517631908126], rel=1e-12)
     assert -weights[::-1] == pytest.approx([-0.020572874781682435, -0.040939378027668394, -0.7384877471906491])
-    found = buffered.solution(*GOLDEN, impulse(6))
+    found = blt.solution(*GOLDEN, impulse(6))
     assert found == pytest.approx([1, -0.8, 0.4495, -0.3382005, 0.1918310495, -0.1477123687005], abs=1e-12)
 
 
@@ -49,13 +49,13 @@ def test_products_are_those_of_the_dense_matrix(numbers):
     values = np.random.default_rng(0).normal(size=60)
     matrix = dense(*numbers, 60)
     assert product(*numbers, values) == pytest.approx(matrix @ values, abs=1e-12)
-    assert buffered.solution(*numbers, values) == pytest.approx(np.linalg.solve(matrix, values), abs=1e-10)
-    assert buffered.variances(*numbers, 60) == pytest.approx((np.linalg.inv(matrix) ** 2).sum(axis=1))
+    assert blt.solution(*numbers, values) == pytest.approx(np.linalg.solve(matrix, values), abs=1e-10)
+    assert blt.variances(*numbers, 60) == pytest.approx((np.linalg.inv(matrix) ** 2).sum(axis=1))
 
 
 @kills(
     "the sensitivity of a fixed order counts one pass",
-    "dpllm/mechanism/buffered.py",
+    "dpllm/mechanism/blt.py",
     "    visits[: separation * participations : separation] = 1.0\n",
     "    visits[0] = 1.0\n",
 )
@@ -126,9 +126,7 @@ def test_the_conditions_are_needed(numbers):
         require_numbers(*numbers)
 
 
-@kills(
-    "the column of a buffered strategy may rise", "dpllm/mechanism/buffered.py", " or math.fsum(weights) > 1:\n", ":\n"
-)
+@kills("the column of a buffered strategy may rise", "dpllm/mechanism/blt.py", " or math.fsum(weights) > 1:\n", ":\n")
 @pytest.mark.parametrize(
     ("decays", "weights", "text"),
     [
@@ -179,11 +177,11 @@ def test_the_slope_of_the_loss_is_right():
     rates = np.linspace(1, 0.1, 50)
     for workload, calm in ((Workload.prefix_sums(50), 0.0), (Workload.released(rates, momentum=0.9), 0.3)):
         for separation, participations in ((50, 1), (7, 5)):
-            visits = buffered._visits(50, separation, participations)
+            visits = blt._visits(50, separation, participations)
             at = np.random.default_rng(2).normal(size=6)
             wrong = optimize.check_grad(
-                lambda free, w=workload, v=visits, c=calm: buffered._loss(free, w, v, c)[0],
-                lambda free, w=workload, v=visits, c=calm: buffered._loss(free, w, v, c)[1],
+                lambda free, w=workload, v=visits, c=calm: blt._loss(free, w, v, c)[0],
+                lambda free, w=workload, v=visits, c=calm: blt._loss(free, w, v, c)[1],
                 at,
             )
             assert wrong < 1e-5
@@ -203,7 +201,7 @@ def test_a_little_more_error_makes_single_steps_much_calmer():
     workload, numbers = Workload.released(1 - np.arange(410) / 410, momentum=0.9), []
     for calm in (0.0, 0.05):
         found = best_numbers(1, workload, 41, 10, calm)
-        of_steps = math.sqrt(buffered.variances(*found, 410).mean())
+        of_steps = math.sqrt(blt.variances(*found, 410).mean())
         numbers.append(np.array([error(*found, workload), of_steps]) * sensitivity(*found, 410, 41, 10))
     assert numbers[1] / numbers[0] == pytest.approx([1.0184, 0.3885], rel=1e-2)
 

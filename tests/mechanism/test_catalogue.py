@@ -14,9 +14,8 @@ from dpllm.mechanism.discrete import DiscreteStep
 from dpllm.mechanism.events import Step, StepOfRows
 from dpllm.mechanism.noise import IndependentNoise
 from dpllm.mechanism.parts import Draw, Mechanism, Spec
-from dpllm.mechanism.query import Query
+from dpllm.mechanism.query import Query, Several
 from dpllm.mechanism.selection import SelectedRun
-from dpllm.mechanism.several import Several
 from dpllm.methods.aggregate.thresholded import ThresholdedCounts
 from dpllm.methods.federated.distributed import DistributedStep
 from dpllm.methods.predict.token_draw import TokenDraw

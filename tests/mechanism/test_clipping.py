@@ -9,8 +9,7 @@ import torch
 
 from dpllm import GhostClipper, PerUnitClipper
 from dpllm.ghost.sums import clip_factors
-from dpllm.mechanism.automatic import AdaptiveScaleClipping, AutomaticClipping
-from dpllm.mechanism.clipping import FlatClipping
+from dpllm.mechanism.clipping import AdaptiveScaleClipping, AutomaticClipping, FlatClipping
 from dpllm.mechanism.noise import IndependentNoise
 from dpllm.mechanism.parts import Draw, Mechanism, OneGroup
 from tests.mechanism.kinds import CLIPPING_KINDS, clipping

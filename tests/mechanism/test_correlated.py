@@ -10,9 +10,8 @@ from scipy import linalg
 
 from dpllm.mechanism.banded import BandedNoise
 from dpllm.mechanism.blt import BltNoise
-from dpllm.mechanism.generators import NoiseSource
+from dpllm.mechanism.generators import NoiseSource, stream_of
 from dpllm.mechanism.limits import NOISE_MEMORIES
-from dpllm.mechanism.regenerated import stream_of
 from tests.mutations import kills
 from tests.scarce import BreaksOff
 
@@ -37,7 +36,7 @@ def added(stream, shape=4, dtype=torch.float32, rank=0, size=1, name="w"):
 
 @kills(
     "a draw without a step has no correlated noise",
-    "dpllm/mechanism/correlated.py",
+    "dpllm/mechanism/noise.py",
     "for _ in range(skipped):",
     "for _ in range(0):",
 )

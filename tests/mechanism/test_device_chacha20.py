@@ -6,10 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from dpllm.mechanism import device_chacha20
-from dpllm.mechanism.chacha20 import ChaCha20Normals, keystream
-from dpllm.mechanism.chacha20 import box_muller as box_muller_by_numpy
-from dpllm.mechanism.device_chacha20 import DeviceNormals, box_muller, device_keystream, require_known_words
+from dpllm.mechanism import chacha20
+from dpllm.mechanism.chacha20 import (
+    ChaCha20Normals,
+    DeviceNormals,
+    box_muller,
+    device_box_muller,
+    device_keystream,
+    keystream,
+    require_known_words,
+)
 from dpllm.mechanism.generators import normals_from
 
 CPU = torch.device("cpu")
@@ -50,7 +56,7 @@ def test_the_counter_does_not_begin_again():
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
 def test_numbers_are_those_of_the_cpu(dtype, bound, monkeypatch):
     """In the same order, from the same words, in parts of any size; a second draw goes on after the first."""
-    monkeypatch.setattr(device_chacha20, "_BLOCKS_AT_A_TIME", 7)
+    monkeypatch.setattr(chacha20, "_DEVICE_BLOCKS_AT_A_TIME", 7)
     device, cpu = DeviceNormals(KEY, CPU), ChaCha20Normals(KEY)
     for size in (13, 0, 1000):
         found = device.standard_normal(size, dtype)
@@ -64,9 +70,9 @@ def test_the_extremes_of_the_bits_are_those_of_the_cpu():
     words = np.stack([np.full(16, word, np.uint32) for word in (0, 2**32 - 1, 2**31, 2**31 - 1)])
     words[2:, ::2] = 0
     expected = np.empty((4, 8))
-    box_muller_by_numpy(words, expected)
+    box_muller(words, expected)
     found = torch.empty(4, 8, dtype=torch.float64)
-    box_muller(torch.from_numpy(words.view(np.int32).T.copy()), found)
+    device_box_muller(torch.from_numpy(words.view(np.int32).T.copy()), found)
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-14, atol=1e-14)
 
 
@@ -85,7 +91,7 @@ def test_a_device_that_computes_other_words_is_refused(monkeypatch):
     require_known_words.cache_clear()
     require_known_words(CPU)
     require_known_words.cache_clear()
-    monkeypatch.setattr(device_chacha20, "_shift", lambda rows, direction: None)
+    monkeypatch.setattr(chacha20, "_shift", lambda rows, direction: None)
     with pytest.raises(RuntimeError, match="ChaCha20"):
         DeviceNormals(KEY, CPU)
     monkeypatch.undo()

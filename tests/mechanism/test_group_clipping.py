@@ -11,9 +11,9 @@ from dpllm import GhostClipper, PrivacyConfig, make_plan
 from dpllm.config import ConfigError, load_recipe
 from dpllm.engines.guard import UpdateError
 from dpllm.ghost.sums import clip_factors
+from dpllm.mechanism.clipping import GroupClipping
 from dpllm.mechanism.events import Step
 from dpllm.mechanism.generators import NoiseSource
-from dpllm.mechanism.group_clipping import GroupClipping
 from dpllm.mechanism.noise import IndependentStream
 from dpllm.privacy.ledger import Ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
@@ -68,7 +68,7 @@ def test_the_sum_is_that_of_a_loop_over_single_units(method, tied):
 
 @kills(
     "each group of parameters has the whole clip norm",
-    "dpllm/mechanism/group_clipping.py",
+    "dpllm/mechanism/clipping.py",
     "self.clip_norm * math.sqrt(share / whole)",
     "self.clip_norm",
 )
@@ -101,7 +101,7 @@ def test_the_bound_over_all_groups_holds_after_rounding(dtype):
     assert factors[3, 1] == 0 and (factors[:, 0] > 0).all() and int((factors[:, 0] != factors[:, 1]).sum()) == 1
 
 
-@kills("a parameter may be in two groups", "dpllm/mechanism/group_clipping.py", "if len(found) > 1:", "if False:")
+@kills("a parameter may be in two groups", "dpllm/mechanism/clipping.py", "if len(found) > 1:", "if False:")
 @pytest.mark.parametrize(
     ("parameters", "text"),
     [

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from dpllm.mechanism.keys import SecretKey
+from dpllm.mechanism.chacha20 import SecretKey
 from tests import children
 from tests.mutations import kills
 
@@ -97,7 +97,7 @@ def test_a_key_does_not_leave_the_process():
 
 @kills(
     "a fork draws the noise of its parent",
-    "dpllm/mechanism/keys.py",
+    "dpllm/mechanism/chacha20.py",
     "        if os.getpid() != self._process:\n",
     "        if False:\n",
 )
@@ -105,7 +105,7 @@ def test_a_key_is_refused_in_a_fork():
     """Parent and child would draw the same noise."""
     code = """
 import os
-from dpllm.mechanism.keys import SecretKey
+from dpllm.mechanism.chacha20 import SecretKey
 key = SecretKey(os.urandom(32))
 key.derive("w")
 child = os.fork()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dpllm import PrivacyConfig
-from dpllm.mechanism.known_noise import KnownNoise
+from dpllm.mechanism.strategies import KnownNoise
 from dpllm.privacy.plan import make_plan
 
 STEPS = 24

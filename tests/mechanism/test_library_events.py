@@ -6,8 +6,7 @@ from dp_accounting import dp_event
 
 from dpllm.config import PrivacyConfig
 from dpllm.mechanism.events import Step, StepOfRows
-from dpllm.mechanism.library_events import from_dp_event
-from dpllm.privacy.accounting import epsilon
+from dpllm.privacy.accounting import epsilon, from_dp_event
 from dpllm.privacy.plan import PrivacyPlan, make_plan
 
 POISSON = dp_event.PoissonSampledDpEvent(0.02, dp_event.GaussianDpEvent(1.0))

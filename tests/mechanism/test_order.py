@@ -8,8 +8,7 @@ import pytest
 
 from dpllm.mechanism.banded import BandedNoise, CyclicPoissonSampler
 from dpllm.mechanism.blt import BltNoise
-from dpllm.mechanism.noise import IndependentNoise
-from dpllm.mechanism.order import UnitsApart
+from dpllm.mechanism.noise import IndependentNoise, UnitsApart
 from dpllm.mechanism.parts import Draw, Spec
 from dpllm.mechanism.sampling import FixedOrderSampler, TruncatedPoissonSampler, seeded_rng
 from dpllm.training.run import PrivateRun
@@ -63,7 +62,7 @@ REFUSED = r"was drawn again after \d steps?, but the plan's noise needs at least
 )
 @kills(
     "a unit is twice in a draw of independent noise",
-    "dpllm/mechanism/order.py",
+    "dpllm/mechanism/noise.py",
     "        if len(np.unique(unit_ids)) < len(unit_ids):",
     "        if False:",
 )

@@ -15,10 +15,10 @@ from dpllm import GhostClipper, NormMethod, PrivacyConfig, make_plan, per_sequen
 from dpllm.config import load_recipe
 from dpllm.ghost.refusals import GhostError
 from dpllm.ghost.sums import clip_factors
+from dpllm.mechanism.clipping import PerLayerClipping, layer_of
 from dpllm.mechanism.events import Step
 from dpllm.mechanism.generators import NoiseSource
 from dpllm.mechanism.noise import IndependentStream
-from dpllm.mechanism.per_layer import PerLayerClipping, layer_of
 from dpllm.privacy.ledger import Ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.report.definition import mechanism
@@ -77,7 +77,7 @@ def ids_of(num_units):
 
 @kills(
     "each layer may have the norm of all layers together",
-    "dpllm/mechanism/per_layer.py",
+    "dpllm/mechanism/clipping.py",
     "self.clip_norm / math.sqrt(num_groups) / norm_U",
     "self.clip_norm / norm_U",
 )

@@ -23,10 +23,10 @@ from dpllm.data.units import UnitIndex
 from dpllm.engines.processes import Processes
 from dpllm.ghost.sums import clip_factors
 from dpllm.mechanism.catalogue import clipping_of
+from dpllm.mechanism.clipping import QuantileClipping
 from dpllm.mechanism.generators import NoiseSource
 from dpllm.mechanism.limits import MAX_CLIP_NORM, MIN_CLIP_NORM
 from dpllm.mechanism.parts import AdaptiveClipping, Draw, Mechanism, Spec, gradient_noise_multiplier
-from dpllm.mechanism.quantile import QuantileClipping
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger, LedgerError, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.report.definition import mechanism
@@ -142,7 +142,7 @@ def test_options_out_of_range_are_refused(options):
 
 @kills(
     "a unit that is not finite counts as below the threshold",
-    "dpllm/mechanism/quantile.py",
+    "dpllm/mechanism/clipping.py",
     "(norm_U <= self.threshold)",
     "(~(norm_U > self.threshold))",
 )

@@ -8,8 +8,7 @@ import pytest
 from dpllm.mechanism.banded import BandedStep
 from dpllm.mechanism.catalogue import from_fields, to_fields
 from dpllm.mechanism.events import Step
-from dpllm.mechanism.query import Query
-from dpllm.mechanism.several import Several
+from dpllm.mechanism.query import Query, Several
 from dpllm.privacy import comparison
 from dpllm.privacy.accounting import delta, epsilon, merge
 

@@ -12,12 +12,11 @@ import pytest
 import torch
 from scipy import stats
 
-from dpllm.mechanism import regenerated
+from dpllm.mechanism import generators
 from dpllm.mechanism.banded import BandedNoise
-from dpllm.mechanism.generators import NoiseSource
+from dpllm.mechanism.generators import BlockStream, NoiseMemory, NoiseSource, memory_of, stream_of
 from dpllm.mechanism.limits import NOISE_MEMORIES
 from dpllm.mechanism.noise import IndependentNoise, IndependentStream
-from dpllm.mechanism.regenerated import BlockStream, NoiseMemory, memory_of, stream_of
 from tests.mutations import kills
 
 BLOCK = 16
@@ -26,7 +25,7 @@ BLOCK = 16
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Several blocks in small tensors, the last one shorter."""
-    monkeypatch.setattr(regenerated, "ENTRIES_AT_A_TIME", BLOCK)
+    monkeypatch.setattr(generators, "ENTRIES_AT_A_TIME", BLOCK)
 
 
 GEOMETRIC = {"strategy": "geometric", "ratio": 0.9}
@@ -63,7 +62,7 @@ def test_regenerated_noise_equals_stored_noise_bit_by_bit(bands, strategy, level
     """Also stored in part, on every rank, with parameters of one entry and of none, and where a step was skipped."""
     shapes = {"w": (7, 11), "b": (1,), "none": (0,), "v": (BLOCK,)}
     steps, kept = [0, 1, 2, 4, 5, 6, 7, 8, 11], noise_of(bands, **strategy).tensors_kept
-    monkeypatch.setattr(regenerated, "memory_of", lambda device: 4 * 20 * kept * dtype.itemsize)
+    monkeypatch.setattr(generators, "memory_of", lambda device: 4 * 20 * kept * dtype.itemsize)
     for rank in range(2):
         found = {}
         for memory in NOISE_MEMORIES:
@@ -112,13 +111,13 @@ def strategy(noise, steps):
 
 @kills(
     "two processes with one key draw the same noise",
-    "dpllm/mechanism/regenerated.py",
+    "dpllm/mechanism/generators.py",
     "self._numbers.at(name, *of, number)",
     "self._numbers.at(name, number)",
 )
 @kills(
     "a regenerated block begins at the present step",
-    "dpllm/mechanism/regenerated.py",
+    "dpllm/mechanism/generators.py",
     "            if self._order.step:\n",
     "            if False:\n",
 )
@@ -137,7 +136,7 @@ def test_the_noise_is_the_inverse_of_the_strategy_times_the_numbers(memory, step
 @pytest.mark.parametrize("level", ["os", "chacha20"])
 def test_white_noise_is_normal_and_independent_over_entries_steps_parameters_and_ranks(level, monkeypatch):
     """M times the regenerated noise: Kolmogorov-Smirnov, and correlations at every lag, with fresh entropy."""
-    monkeypatch.setattr(regenerated, "ENTRIES_AT_A_TIME", 700)
+    monkeypatch.setattr(generators, "ENTRIES_AT_A_TIME", 700)
     noise, entries, steps = noise_of(3), 4000, 5
     rows = []
     for rank in range(2):
@@ -211,8 +210,8 @@ def tensors(held, seen=None):
 def test_geometric_noise_is_regenerated_from_two_of_every_b_draws(monkeypatch):
     """And from all of them in the first steps; the general recursion takes all."""
     counted = []
-    draw = regenerated.NoiseSource.numbers
-    monkeypatch.setattr(regenerated.NoiseSource, "numbers", lambda self: Counting(draw(self), counted))
+    draw = generators.NoiseSource.numbers
+    monkeypatch.setattr(generators.NoiseSource, "numbers", lambda self: Counting(draw(self), counted))
     for strategy_of, expected in ((GEOMETRIC, 2 * 5), ({}, 20)):
         counted.clear()
         add(stream_of(noise_of(4, **strategy_of), NoiseSource(1), 20, "regenerated"), [19], {"w": (BLOCK,)})
@@ -234,7 +233,7 @@ class Counting:
 
 def test_auto_stores_up_to_a_share_of_the_memory(monkeypatch):
     """In the order in which blocks come, and as many of them as fit; a smaller one may still fit."""
-    monkeypatch.setattr(regenerated, "memory_of", lambda device: 4 * 3 * 4 * (BLOCK + 2))  # of 3 tensors in float32
+    monkeypatch.setattr(generators, "memory_of", lambda device: 4 * 3 * 4 * (BLOCK + 2))  # of 3 tensors in float32
     limit = NoiseMemory("auto", 3)
     assert [limit.stores(torch.zeros(n)) for n in (BLOCK, BLOCK, 3, 2, 1)] == [True, False, False, True, False]
 
@@ -245,7 +244,7 @@ def test_the_memory_of_this_machine_is_known(monkeypatch):
     assert 2**20 < whole < 2**60
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert memory_of(torch.device("cpu")) == whole // 4
-    monkeypatch.setattr(regenerated.Path, "read_text", lambda self, encoding: "4096\n")
+    monkeypatch.setattr(generators.Path, "read_text", lambda self, encoding: "4096\n")
     assert memory_of(torch.device("cpu")) == 1024
 
 

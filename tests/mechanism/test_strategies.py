@@ -7,6 +7,7 @@ import pytest
 from scipy import optimize
 
 from dpllm.mechanism.strategies import (
+    Workload,
     best_ratio,
     free_column,
     geometric_column,
@@ -15,7 +16,6 @@ from dpllm.mechanism.strategies import (
     require_norm,
     rounded,
 )
-from dpllm.mechanism.workload import Workload
 
 T = 410
 WARM_UP = [min(1.0, step / 41) for step in range(T)]

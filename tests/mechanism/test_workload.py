@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from dpllm.mechanism.strategies import coefficients
-from dpllm.mechanism.workload import Workload
+from dpllm.mechanism.strategies import Workload, coefficients
 
 RATES = {
     "constant": [1.0] * 30,

@@ -7,7 +7,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from dpllm.config import ConfigError
-from dpllm.models.continuation import Continuation
+from dpllm.models.writing import Continuation
 from tests.conftest import tiny_llama_config
 
 ROWS = [[1, 5, 9, 20, 7], [1, 3], [1, 40, 41, 42, 43, 44], [1, 8, 8], [2]]

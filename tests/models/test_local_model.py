@@ -1,4 +1,4 @@
-"""Tests of dpllm.models.local_model and of names of models: facts are read from files; nothing is downloaded."""
+"""Tests of dpllm.planning.new_recipe and of names of models: facts are read from files; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import pytest
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 from dpllm.config import ConfigError, ModelConfig
-from dpllm.models.load import load_tokenizer, skeleton
-from dpllm.models.loading import is_path, require_folder
-from dpllm.models.local_model import model_at_hand
+from dpllm.models.load import is_path, load_tokenizer, require_folder, skeleton
+from dpllm.planning.new_recipe import model_at_hand
 from tests.small_model import save_small_model
 
 

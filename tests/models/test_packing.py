@@ -18,7 +18,7 @@ from transformers import (
 from dpllm import per_sequence_loss
 from dpllm.config import ConfigError
 from dpllm.data.rows import RowCollator
-from dpllm.models.packing import ATTENTION, attention_by_row, packed_attention, refuse_unpackable
+from dpllm.models.inputs import ATTENTION, attention_by_row, packed_attention, refuse_unpackable
 from tests.reference.zoo import Case, build_model, make_batch
 
 BOUNDARIES = torch.tensor([0, 5, 6, 9])

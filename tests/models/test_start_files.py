@@ -2,7 +2,7 @@
 
 import pytest
 
-from dpllm.models.start_files import start_files
+from dpllm.models.start_weights import start_files
 
 
 @pytest.fixture

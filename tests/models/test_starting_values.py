@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from transformers import ReformerConfig
 
-from dpllm.models.starting_values import StartingValues
+from dpllm.models.load import StartingValues
 
 
 class Module(nn.Module):

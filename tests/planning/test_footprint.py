@@ -18,12 +18,22 @@ from dpllm import GhostClipper
 from dpllm.config import ConfigError, ModelConfig, load_recipe
 from dpllm.ghost.refusals import scales_of
 from dpllm.ghost.sums import Sum
-from dpllm.mechanism.workload import Workload
+from dpllm.mechanism.strategies import Workload
 from dpllm.models.load import DTYPES, prepare_model
 from dpllm.models.quantization import config_for, make_ready
 from dpllm.models.tasks import default_row_loss
-from dpllm.planning.footprint import ENGINES, Run, engines_for, footprint, footprint_of_recipe, in_chunks
-from dpllm.planning.footprint_text import comparison_rows, footprint_rows, format_bytes, setting_of
+from dpllm.planning.footprint import (
+    ENGINES,
+    Run,
+    comparison_rows,
+    engines_for,
+    footprint,
+    footprint_of_recipe,
+    footprint_rows,
+    format_bytes,
+    in_chunks,
+    setting_of,
+)
 from dpllm.planning.model_shape import shape_of_model
 from dpllm.privacy.plan import make_plan
 from dpllm.training.arguments import training_arguments

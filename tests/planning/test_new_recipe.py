@@ -14,9 +14,8 @@ import pytest
 from dpllm.config import ConfigError, DataConfig, load_recipe
 from dpllm.data.records import DataError, load_train_and_eval
 from dpllm.data.rows import unit_index_of
-from dpllm.models.local_model import ModelAtHand, model_at_hand
 from dpllm.planning import new_recipe as module
-from dpllm.planning.new_recipe import NewRecipe, Wishes, new_recipe, task_of
+from dpllm.planning.new_recipe import ModelAtHand, NewRecipe, Wishes, model_at_hand, new_recipe, task_of
 from dpllm.training.arguments import plan_for, training_arguments
 from dpllm.training.preflight import to_plan
 from tests.mutations import kills

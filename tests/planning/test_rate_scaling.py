@@ -1,4 +1,4 @@
-"""Tests of dpllm.planning.rate_scaling: the factor against the exact best rates of noisy quadratic models."""
+"""Tests of dpllm.planning.rehearsal: the factor against the exact best rates of noisy quadratic models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from dpllm.mechanism.averages import average_of
 from dpllm.mechanism.banded import BandedNoise
 from dpllm.mechanism.noise import IndependentNoise
-from dpllm.planning.rate_scaling import rate_factor
+from dpllm.planning.rehearsal import rate_factor
 from dpllm.training.workload import UpdateRule
 
 STEPS, FEWER = 160, 48

@@ -1,9 +1,9 @@
-"""Tests of dpllm.planning.recipe_text: the text is read as the values that were written, with their reasons above."""
+"""Tests of dpllm.planning.new_recipe: the text is read as the values that were written, with their reasons above."""
 
 from __future__ import annotations
 
 from dpllm.config.yaml12 import read_yaml
-from dpllm.planning.recipe_text import recipe_text
+from dpllm.planning.new_recipe import recipe_text
 from dpllm.training.settings import Setting
 
 

@@ -1,4 +1,4 @@
-"""Tests of dpllm.planning.rehearsal and dpllm.planning.public_text: what is the plan's, and what never enters."""
+"""Tests of dpllm.planning.rehearsal: what is the plan's, and what never enters."""
 
 from __future__ import annotations
 
@@ -15,8 +15,15 @@ from dpllm.data.records import DataError
 from dpllm.data.rows import load_records
 from dpllm.data.units import UnitIndex
 from dpllm.planning import rehearsal
-from dpllm.planning.public_text import load_material, public_section, refuse_private_records
-from dpllm.planning.rehearsal import Rehearsal, Shortened, rehearse, shorten
+from dpllm.planning.rehearsal import (
+    Rehearsal,
+    Shortened,
+    load_material,
+    public_section,
+    refuse_private_records,
+    rehearse,
+    shorten,
+)
 from dpllm.privacy.budget import read_budget
 from dpllm.training.suggested_run import Suggested, suggested_run
 from dpllm.training.trainer import DPTrainer
@@ -145,7 +152,7 @@ def test_a_fourth_rate_lies_beyond_the_better_edge(monkeypatch):
 
 @kills(
     "a rehearsal takes the private file for public text",
-    "dpllm/planning/public_text.py",
+    "dpllm/planning/rehearsal.py",
     "    if same is not None:",
     "    if False:",
 )

@@ -24,7 +24,7 @@ from dpllm.planning.sweep import (
 )
 from dpllm.privacy.accounting import DISCRETIZATION, epsilon
 from dpllm.privacy.calibration import calibrate_noise_multiplier
-from dpllm.privacy.gaussian import gaussian_distance
+from dpllm.privacy.risk import gaussian_distance
 
 SETTING = {
     "target_epsilon": 2.0,

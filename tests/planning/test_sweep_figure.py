@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dpllm.planning.sweep import sweep
-from dpllm.planning.sweep_figure import draw_sweep, plot_sweep
+from dpllm.planning.sweep_text import draw_sweep, plot_sweep
 
 GRID = {"expected_batch_sizes": [512, 1024, 2048], "step_counts": [50, 100, 200]}
 

@@ -11,10 +11,10 @@ from dpllm.mechanism.blt import BltNoise
 from dpllm.mechanism.catalogue import noise_of
 from dpllm.mechanism.noise import IndependentNoise
 from dpllm.mechanism.parts import Draw, Spec
-from dpllm.mechanism.workload import Workload
+from dpllm.mechanism.strategies import Workload
 from dpllm.planning.sweep import Sweep, recommend, sweep
 from dpllm.planning.sweep_text import recommendation_text, sweep_rows
-from dpllm.privacy.noise_choice import predicted_noise
+from dpllm.privacy.calibration import predicted_noise
 
 E2E = {"delta": 1e-6, "num_units": 42_061, "expected_batch_size": 1024, "compute": 1024 * 410}
 DRAW = Draw(num_units=42_061, population=42_061, expected_batch_size=1024, max_batch_size=42_061)

@@ -32,12 +32,12 @@ from dpllm.privacy.budget import (
     charge,
     check_entry,
     create_budget,
+    locked,
     mark,
     read_budget,
     require_room,
     settle,
 )
-from dpllm.privacy.budget_lock import locked
 from dpllm.privacy.ledger import Ledger, LedgerError, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan, make_plan
 from dpllm.privacy.rounding import format_epsilon

@@ -7,7 +7,7 @@ import pytest
 from dpllm.mechanism.events import Step
 from dpllm.privacy import defaults
 from dpllm.privacy.accounting import epsilon
-from dpllm.privacy.gaussian import gaussian_distance
+from dpllm.privacy.risk import gaussian_distance
 
 SIZES = [1, 3, 4, 17, 100, 120, 999, 1302, 5000, 28_500, 42_061, 255_564, 10**6, 10**9]
 

@@ -1,4 +1,4 @@
-"""Tests of dpllm.privacy.guarantee: one value with the ε of its own history, for every plan."""
+"""Tests of dpllm.privacy.accounting: one value with the ε of its own history, for every plan."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from scipy import optimize, special
 from dpllm.config import PrivacyConfig
 from dpllm.mechanism.events import Step
 from dpllm.mechanism.query import Query
-from dpllm.privacy.guarantee import Guarantee
-from dpllm.privacy.plan import make_plan
-from dpllm.privacy.plan_parts import Plan
+from dpllm.privacy.accounting import Guarantee
+from dpllm.privacy.plan import Plan, make_plan
 from dpllm.privacy.query_plan import Charge, QueryPlan
 from tests.mutations import kills
 
@@ -37,7 +36,7 @@ def whole(sigma: float, count: int = 1) -> tuple[tuple[Step, int], ...]:
 
 @kills(
     "the guarantee states the other adjacency's ε",
-    "dpllm/privacy/guarantee.py",
+    "dpllm/privacy/accounting.py",
     "        return self.under(self.adjacency)",
     "        return self.under(self.other)",
 )
@@ -53,7 +52,7 @@ def test_epsilon_is_that_of_the_history_under_the_adjacency(adjacency: str, move
 
 @kills(
     "the guarantee of other steps keeps the old ones",
-    "dpllm/privacy/guarantee.py",
+    "dpllm/privacy/accounting.py",
     "        return dataclasses.replace(self, history=history)",
     "        return dataclasses.replace(self)",
 )

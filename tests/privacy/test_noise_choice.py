@@ -8,11 +8,9 @@ import pytest
 from dpllm.config import ConfigError, PrivacyConfig
 from dpllm.mechanism.banded import BandedNoise
 from dpllm.mechanism.parts import Draw
-from dpllm.mechanism.strategies import best_ratio, coefficients
-from dpllm.mechanism.workload import Workload
-from dpllm.privacy import noise_choice
-from dpllm.privacy.calibration import calibrate, least_noise
-from dpllm.privacy.noise_choice import NEARLY_LEAST, nearly_least, predicted_noise, prediction
+from dpllm.mechanism.strategies import Workload, best_ratio, coefficients
+from dpllm.privacy import calibration
+from dpllm.privacy.calibration import NEARLY_LEAST, calibrate, least_noise, nearly_least, predicted_noise, prediction
 from dpllm.privacy.plan import PrivacyPlan, format_plan, make_plan
 
 N, B, T, DELTA = 600, 50, 40, 1e-4
@@ -172,7 +170,7 @@ def test_the_prediction_compares_with_independent_noise_at_the_same_epsilon():
 
 def test_no_candidate_that_reaches_the_target(monkeypatch):
     """The calibration then says which ε is reachable."""
-    monkeypatch.setattr(noise_choice, "least_noise", lambda *args, **options: math.inf)
+    monkeypatch.setattr(calibration, "least_noise", lambda *args, **options: math.inf)
     monkeypatch.setattr("dpllm.privacy.plan.calibrate", lambda *args: (_ for _ in ()).throw(ValueError("unreachable")))
     with pytest.raises(ValueError, match="unreachable"):
         plan_of("banded")

@@ -100,7 +100,7 @@ def test_impossible_charges_are_refused(fields, text: str) -> None:
 
 @kills(
     "a query run states only its own answers, and not the model that it builds on",
-    "dpllm/privacy/plan_parts.py",
+    "dpllm/privacy/plan.py",
     "        return [*(() if self.after is None else self.after.history), *self.own_history]",
     "        return self.own_history",
 )

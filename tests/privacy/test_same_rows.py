@@ -9,7 +9,7 @@ import torch
 
 from dpllm.data.units import UnitIndex
 from dpllm.privacy.ledger import LedgerError, read_ledger
-from dpllm.privacy.same_rows import DIGEST, KEY_FILE
+from dpllm.privacy.run_folder import DIGEST, KEY_FILE
 from dpllm.training.rows import TrainingRows
 from dpllm.training.run import PrivateRun
 from tests.mutations import kills
@@ -46,7 +46,7 @@ def points(folder):
 
 @kills(
     "the rows of a resumed run are not compared",
-    "dpllm/privacy/same_rows.py",
+    "dpllm/privacy/run_folder.py",
     "    if not hmac.compare_digest(str(noted[-1]), _digest(key, contents)):\n",
     "    if False:\n",
 )

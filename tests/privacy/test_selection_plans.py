@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dpllm.audit.families import plan_family
+from dpllm.audit.bounds import plan_family
 from dpllm.audit.result import allowed_rates
 from dpllm.config import ConfigError, PrivacyConfig
 from dpllm.mechanism.parts import Spec

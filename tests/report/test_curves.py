@@ -1,4 +1,4 @@
-"""Tests of dpllm.report.curves."""
+"""Tests of dpllm.report.figures."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from dpllm.mechanism.events import Step
-from dpllm.privacy.accounting import epsilon
-from dpllm.privacy.guarantee import Guarantee
-from dpllm.report.curves import curves
+from dpllm.privacy.accounting import Guarantee, epsilon
+from dpllm.report.figures import curves
 
 STEP = Step(num_units=1000, sampling_rate=0.02, max_batch_size=60, noise_multiplier=1.0)
 DELTA = 1e-4

@@ -27,7 +27,7 @@ from dpllm.report.disclosures import (
 )
 from dpllm.report.front import _alert, _to_do, bounds
 from dpllm.report.models import PrivacyReport, day_in_words
-from dpllm.report.render import draw_figures, render_html, render_markdown
+from dpllm.report.pages import draw_figures, render_html, render_markdown
 from dpllm.report.statement import ReleaseNotes, privacy_report
 from tests.tiers import deep_case
 

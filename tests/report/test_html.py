@@ -1,4 +1,4 @@
-"""Tests of dpllm.report.render."""
+"""Tests of dpllm.report.pages."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from dpllm.privacy.ledger import Ledger, read_ledger
 from dpllm.privacy.plan import make_plan
 from dpllm.privacy.rounding import format_epsilon
 from dpllm.report.models import NOT_FILLED, SECTIONS, PrivacyReport
-from dpllm.report.pages import rows_of, shown_beside
-from dpllm.report.render import draw_figures, render_html, render_markdown
+from dpllm.report.pages import draw_figures, render_html, render_markdown, rows_of, shown_beside
 from dpllm.report.statement import ReleaseNotes, privacy_report
 
 NOTES = ReleaseNotes(

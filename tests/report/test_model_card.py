@@ -34,8 +34,7 @@ from dpllm.privacy.rounding import format_epsilon
 from dpllm.report.model_card import CARD_FILE, TAGS, add_notes, own_lines, settle, write_model_card
 from dpllm.report.models import PrivacyReport, day_in_words
 from dpllm.report.statement import JSON_FILE, ReleaseNotes, write_report
-from dpllm.report.verify import verify
-from dpllm.report.verify_release import other_claims
+from dpllm.report.verify import other_claims, verify
 
 IDS = torch.tensor([[1, 5, 6, 2]])
 

@@ -21,13 +21,12 @@ from dpllm.privacy.chained_file import CHAIN_START, next_chain
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.plan import PLAN_FILE
 from dpllm.privacy.query_plan import Charge, PriorRelease, QueryPlan
-from dpllm.privacy.release_words import release_words
+from dpllm.registry import release_words
 from dpllm.report.model_card import CARD_FILE, add_notes, adopt_run, metadata_in
 from dpllm.report.models import PrivacyReport, report_schema
 from dpllm.report.publishing import PublishError, published_files, repo_type_of, require_publishable
-from dpllm.report.standing import standing_of
 from dpllm.report.statement import HTML_FILE, JSON_FILE, MARKDOWN_FILE, ReleaseNotes, privacy_report
-from dpllm.report.verify import verify
+from dpllm.report.verify import standing_of, verify
 from tests.methods.queries.making import UNITS, query_plan, train
 from tests.mutations import kills
 

@@ -1,4 +1,4 @@
-"""Tests of dpllm.report.standing: the guarantee of a folder is that of its ledger, or there is none."""
+"""Tests of dpllm.report.verify: the guarantee of a folder is that of its ledger, or there is none."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import pytest
 from dpllm.config import PrivacyConfig
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, make_plan
-from dpllm.report.standing import standing_of
 from dpllm.report.statement import JSON_FILE, write_report
-from dpllm.report.verify import verify
+from dpllm.report.verify import standing_of, verify
 from tests.mutations import kills
 
 
@@ -48,7 +47,7 @@ def test_every_check_is_one_of_verify(tmp_path):
 
 @kills(
     "a run without privacy has a guarantee beside its texts",
-    "dpllm/report/standing.py",
+    "dpllm/report/verify.py",
     "if plan.seeded or contents.seeded or not stated.is_finite:",
     "if False:",
 )

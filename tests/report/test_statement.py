@@ -1,4 +1,4 @@
-"""Tests of dpllm.report.statement, dpllm.report.definition and dpllm.report.render."""
+"""Tests of dpllm.report.statement, dpllm.report.definition and dpllm.report.pages."""
 
 from __future__ import annotations
 

@@ -545,7 +545,7 @@ def test_a_released_folder_is_what_its_ledger_says(released: Path) -> None:
 
 @kills(
     "released weights are not compared",
-    "dpllm/report/verify_release.py",
+    "dpllm/report/verify.py",
     "for name, difference in checkpoints.differing(folder, named).items()",
     "for name, difference in {}.items()",
 )

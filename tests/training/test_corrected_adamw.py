@@ -13,7 +13,7 @@ from dpllm import PrivacyConfig, PrivateRun, make_plan
 from dpllm.config import ConfigError
 from dpllm.config.recipe import PublicPretrainConfig
 from dpllm.engines.guard import innermost
-from dpllm.mechanism.known_noise import KnownNoise
+from dpllm.mechanism.strategies import KnownNoise
 from dpllm.privacy.accounting import epsilon
 from dpllm.training.arguments import refuse_options
 from dpllm.training.corrected_adamw import SECOND_MOMENT_FACT, CorrectedAdamW, refuse_unusable, words_of

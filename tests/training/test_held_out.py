@@ -16,7 +16,7 @@ from transformers import (
 
 from dpllm.config import DataConfig
 from dpllm.data.rows import DataError, RowCollator, tokenize_records, train_tokenizer
-from dpllm.data.word_alignment import aligned
+from dpllm.data.tokenization import aligned
 from dpllm.training.evaluation import HeldOut, HeldOutRows, best_span, class_counts, mean_f1, measure
 from tests.small_model import WORDS
 from tests.training.test_evaluation import SIZES, Rank

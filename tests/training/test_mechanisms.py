@@ -15,9 +15,9 @@ import torch
 from transformers import LlamaForCausalLM, TrainerCallback
 
 from dpllm.engines.processes import Processes
-from dpllm.mechanism.correlated import CorrelatedStream
+from dpllm.mechanism.chacha20 import SecretKey
 from dpllm.mechanism.events import Step
-from dpllm.mechanism.keys import SecretKey
+from dpllm.mechanism.noise import CorrelatedStream
 from dpllm.mechanism.parts import Spec
 from dpllm.mechanism.sampling import seeded_rng
 from dpllm.privacy.accounting import epsilon

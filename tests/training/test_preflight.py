@@ -25,8 +25,7 @@ from dpllm.engines import EngineError
 from dpllm.ghost.refusals import GhostError
 from dpllm.mechanism.discrete import DiscreteNoise
 from dpllm.models.inputs import num_positions
-from dpllm.models.load import load_base_model, load_tokenizer, prepare_model
-from dpllm.models.loading import refuse_mismatch
+from dpllm.models.load import load_base_model, load_tokenizer, prepare_model, refuse_mismatch
 from dpllm.training import finetune
 from dpllm.training.arguments import training_arguments
 from dpllm.training.preflight import check_recipe

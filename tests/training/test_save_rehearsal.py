@@ -34,7 +34,7 @@ from dpllm import DPTrainer, PrivacyConfig
 from dpllm.cli.program import app
 from dpllm.config import ConfigError
 from dpllm.models.generation import load_generator
-from dpllm.models.loading import changes_of_base, load_adapter
+from dpllm.models.load import changes_of_base, load_adapter
 from dpllm.models.losses import END, START
 from dpllm.privacy.ledger import LEDGER_FILE
 from dpllm.report.verify import verify

@@ -109,7 +109,7 @@ def test_token_ids_may_be_taken_as_they_are(tmp_path):
 
 @kills(
     "the mark that a tokenizer cut long texts is lost when rows are prepared",
-    "dpllm/data/supervised.py",
+    "dpllm/data/examples.py",
     "for name in MARKS_OF_UNITS if",
     "for name in MARKS_OF_UNITS[:1] if",
 )

@@ -12,8 +12,7 @@ from dpllm.ghost import GhostError, NormMethod
 from dpllm.ghost.chunked_head import token_losses
 from dpllm.ghost.sums import Sum
 from dpllm.ghost.unit_gradients import RowGradients
-from dpllm.mechanism.clipping import FlatClipping
-from dpllm.mechanism.per_layer import PerLayerClipping
+from dpllm.mechanism.clipping import FlatClipping, PerLayerClipping
 from dpllm.models.tasks import default_row_loss
 from dpllm.training.row_losses import HeadLosses, RowLosses
 from tests.conftest import tiny_llama_config

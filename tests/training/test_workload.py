@@ -5,8 +5,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 from dpllm.config import PrivacyConfig
 from dpllm.data.units import UnitIndex
-from dpllm.mechanism.strategies import best_ratio
-from dpllm.mechanism.workload import Workload
+from dpllm.mechanism.strategies import Workload, best_ratio
 from dpllm.training.arguments import plan_for
 from dpllm.training.workload import learning_rates, workload_of
 from tests.training.test_trainer import arguments, privacy, rows, trainer

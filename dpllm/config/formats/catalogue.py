@@ -147,7 +147,7 @@ class ChatFormat(RecordFormat):
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceFormat(RecordFormat):
-    """Two answers, whose rows `dpllm.data.preferences` makes; without a prompt, both begin with it."""
+    """Two answers, whose rows `dpllm.data.examples` makes; without a prompt, both begin with it."""
 
     prompt: str = column("prompt", "the prompt", Cells.ANY, optional=True, trl="prompt")
     chosen: str = column("chosen", "the better answer", Cells.ANY, trl="chosen")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dpllm.privacy.release_words import ReleaseWords
+from dpllm.registry import ReleaseWords
 
 AGGREGATED = ReleaseWords(
     name="answers of groups",

@@ -24,8 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpllm.audit.bounds import CONFIDENCE, FEWEST_CANARIES, AuditError
-from dpllm.audit.figure import PICTURE_FILE, plot_audit
-from dpllm.audit.result import AUDIT_FILE, AuditResult, judge
+from dpllm.audit.result import AUDIT_FILE, PICTURE_FILE, AuditResult, judge, plot_audit
 from dpllm.mechanism.limits import MAX_STEPS
 from dpllm.mechanism.sampling import secret_rng
 from dpllm.methods.queries.probe import Probe

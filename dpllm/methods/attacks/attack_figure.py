@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dpllm.audit.roc import roc_curve
+from dpllm.audit.result import roc_curve
 from dpllm.methods.attacks.attacks import AttackReport
 from dpllm.privacy.risk import tradeoff_curve
 from dpllm.report.figures import BLUE, GREY, ORANGE

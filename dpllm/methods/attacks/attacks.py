@@ -16,18 +16,19 @@ import datasets
 import numpy as np
 
 from dpllm.audit.canaries import CANARIES_FILE, CanarySet, record_of
-from dpllm.audit.membership import (
+from dpllm.audit.result import Estimate, json_text
+from dpllm.audit.scores import (
     MembershipResult,
+    TokenScores,
     bounds_of,
     check_exchangeable,
     interval,
+    join_rows,
     judge_attack,
     membership_rows,
     membership_scores,
+    token_scores,
 )
-from dpllm.audit.result import json_text
-from dpllm.audit.roc import Estimate
-from dpllm.audit.scores import TokenScores, join_rows, token_scores
 from dpllm.config import ConfigError, Recipe
 from dpllm.data.labels import IGNORE
 from dpllm.data.records import required_columns

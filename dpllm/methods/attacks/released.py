@@ -25,8 +25,7 @@ from dpllm.config.recipe import refuse_trainer
 from dpllm.data.messages import is_conversation, read_messages
 from dpllm.data.records import required_columns
 from dpllm.data.rows import RowCollator, load_train_and_eval, tokenize_records, unit_index_of
-from dpllm.models.load import DTYPES, load_tokenizer
-from dpllm.models.loading import NO_CODE
+from dpllm.models.load import DTYPES, NO_CODE, load_tokenizer
 from dpllm.privacy.accounting import History
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from dpllm.audit.bounds import CONFIDENCE, AuditError
 from dpllm.audit.canaries import Canary, CanarySet, check_data
-from dpllm.audit.figure import PICTURE_FILE, plot_audit
-from dpllm.audit.result import AUDIT_FILE, AuditResult, judge
+from dpllm.audit.result import AUDIT_FILE, PICTURE_FILE, AuditResult, judge, plot_audit
 from dpllm.audit.run import check_run
 from dpllm.methods.attacks.exposure import FEWEST_REFERENCE, exposure
 from dpllm.privacy import checkpoints

@@ -41,7 +41,7 @@ from scipy import stats
 from dpllm.mechanism.discrete import DiscreteNoise, DiscreteStep, most_drawn
 from dpllm.mechanism.events import Event, EventWords
 from dpllm.mechanism.parts import Draw, Normals
-from dpllm.mechanism.workload import Workload
+from dpllm.mechanism.strategies import Workload
 
 SHARE_BITS = 16
 """The deviation of one client's noise is 2^16 steps of the grid."""

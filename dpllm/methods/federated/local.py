@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from dpllm.config import ConfigError
 from dpllm.methods.federated.section import FederatedConfig
+from dpllm.models.load import StartingValues
 from dpllm.models.losses import per_sequence_loss, take_labels
-from dpllm.models.starting_values import StartingValues
 
 Collate = Callable[[Sequence[Any]], dict[str, Any]]
 _LORA_A = ("lora_A", "lora_embedding_A")

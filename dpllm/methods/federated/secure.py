@@ -34,7 +34,7 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from numpy.typing import NDArray
 
-from dpllm.mechanism.keys import SecretKey
+from dpllm.mechanism.chacha20 import SecretKey
 from dpllm.methods.federated.transport import Clients, Content, State
 
 STAGES = ("keys", "shares", "masked", "unmask")

@@ -14,8 +14,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from dpllm.mechanism.chacha20 import KEY_BYTES
 from dpllm.mechanism.discrete_gaussian import DiscreteGaussians
-from dpllm.mechanism.keys import KEY_BYTES
 from dpllm.methods.federated.distributed import SHARE_BITS, DistributedStep
 from dpllm.privacy.plan import PrivacyPlan
 

@@ -23,7 +23,7 @@ from dpllm.methods.pate.section import PateConfig
 from dpllm.methods.pate.tokens import written_tokens
 from dpllm.methods.pate.trainings import OneBase, State, train_without_privacy
 from dpllm.methods.queries.run import QueryRun
-from dpllm.models.continuation import Continuation
+from dpllm.models.writing import Continuation
 
 
 class Panel:

@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from dpllm.data.rows import RowCollator
 from dpllm.data.units import Int64Array
-from dpllm.models.starting_values import StartingValues
+from dpllm.models.load import StartingValues
 from dpllm.training.arguments import training_arguments
 
 _ROWS = 64  # of a forward pass

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dpllm.config import ConfigError
-from dpllm.models.continuation import Continuation
+from dpllm.models.writing import Continuation
 
 _MARK = "\ue000"  # of the private use area: no template has it
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from dpllm.config import ConfigError
 from dpllm.ghost.model_calls import tokens_by_themselves
 from dpllm.ghost.refusals import coupling
-from dpllm.models.continuation import Continuation
+from dpllm.models.writing import Continuation
 
 _RELATIVE = 1e-3
 """The largest difference of a row's logits by other rows, relative to its largest logit."""

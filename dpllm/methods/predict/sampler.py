@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from dpllm.config import ConfigError
 from dpllm.methods.predict.prompts import PromptEncoder
 from dpllm.methods.predict.scores import Scoring, draw_index
-from dpllm.models.continuation import Continuation
+from dpllm.models.writing import Continuation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class TextLimits:
 
 
 class Rows(Protocol):
-    """Rows that grow by the same tokens, such as `dpllm.models.continuation.Continuation`."""
+    """Rows that grow by the same tokens, such as `dpllm.models.writing.Continuation`."""
 
     def logits(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield rows' numbers and their logits of the next token, (rows, V)."""

@@ -18,9 +18,9 @@ from dpllm.privacy.calibration import least_noise
 from dpllm.privacy.compose import check_run
 from dpllm.privacy.ledger import LEDGER_FILE, is_being_written, read_ledger, require_own_file
 from dpllm.privacy.query_plan import Charge, PriorRelease, QueryPlan, Value, training_plan
-from dpllm.privacy.release_words import release_words
 from dpllm.privacy.rounding import format_delta, format_epsilon
 from dpllm.privacy.stated import stated_history
+from dpllm.registry import release_words
 from dpllm.report.definition import selection_points
 from dpllm.report.release_notes import ReleaseNotes
 
@@ -96,7 +96,7 @@ def plan_from(
 
     Args:
         recipe: of the run.
-        method: of `dpllm.privacy.release_words.release_words`.
+        method: of `dpllm.registry.release_words`.
         num_units: N.
         charges_of: from σ/Δ to the charges: name, event, count.
         settings: public settings on which sensitivity and events rest.

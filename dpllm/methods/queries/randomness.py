@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dpllm.mechanism.chacha20 import KEY_BYTES
 from dpllm.mechanism.discrete_gaussian import DEVIATION_BITS, DiscreteGaussians
-from dpllm.mechanism.keys import KEY_BYTES
 
 _GRID = 1 << DEVIATION_BITS
 Shape = int | tuple[int, ...]

@@ -26,7 +26,7 @@ from dpllm.methods.queries.run import QueryRun
 from dpllm.methods.synthesize.labels import LabelShares, check_classes, shares_of
 from dpllm.privacy.ledger import LEDGER_FILE
 from dpllm.privacy.query_plan import Charge, QueryPlan, Value
-from dpllm.privacy.same_rows import compare_records
+from dpllm.privacy.run_folder import compare_records
 
 COUNTS_FILE = "label_counts.json"
 

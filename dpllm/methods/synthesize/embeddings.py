@@ -17,8 +17,7 @@ from transformers import AutoModel, PreTrainedTokenizerBase
 from dpllm.config import ConfigError, ModelConfig
 from dpllm.ghost.model_calls import tokens_by_themselves
 from dpllm.models.inputs import num_positions
-from dpllm.models.load import load_tokenizer
-from dpllm.models.loading import NO_CODE, not_loaded, require_folder
+from dpllm.models.load import NO_CODE, load_tokenizer, not_loaded, require_folder
 
 Floats = NDArray[np.float64]
 LONGEST = 512

@@ -18,8 +18,7 @@ from dpllm.methods.count import counting
 from dpllm.methods.queries.planned import prior_release
 from dpllm.methods.queries.probe import EXCESS, Probe, count_probe, made_units
 from dpllm.privacy.query_plan import Charge, QueryPlan
-from dpllm.privacy.release_words import release_words
-from dpllm.registry import load
+from dpllm.registry import load, release_words
 from dpllm.report.verify import verify
 from tests import tiers
 from tests.methods.queries.making import DELTA, UNITS, train

@@ -7,7 +7,7 @@ import torch
 from scipy import stats
 
 from dpllm.audit.bounds import AuditError
-from dpllm.audit.roc import auroc
+from dpllm.audit.result import auroc
 from dpllm.audit.scores import TokenScores
 from dpllm.config import ConfigError, ModelConfig
 from dpllm.data.rows import RowCollator

@@ -14,7 +14,7 @@ from dpllm.mechanism.catalogue import noise_of, with_randomness
 from dpllm.mechanism.discrete import DiscreteStep
 from dpllm.mechanism.generators import NoiseSource
 from dpllm.mechanism.parts import Draw, Spec
-from dpllm.mechanism.workload import Workload
+from dpllm.mechanism.strategies import Workload
 from dpllm.methods.federated.distributed import DistributedNoise, DistributedStep
 from dpllm.privacy.accounting import delta, epsilon
 from tests.mutations import kills

@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 from dpllm.config import ConfigError
 from dpllm.methods.predict.model import require_independent_rows
-from dpllm.models.continuation import Continuation
+from dpllm.models.writing import Continuation
 from tests.conftest import tiny_llama_config
 from tests.mutations import kills
 

@@ -20,7 +20,7 @@ from dpllm.privacy.budget import create_budget, read_budget
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger, LedgerError, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.privacy.query_plan import load_plan
-from dpllm.privacy.same_rows import KEY_FILE, remember_records
+from dpllm.privacy.run_folder import KEY_FILE, remember_records
 from dpllm.report.verify import verify
 from tests.methods.synthesize.test_making import Parrot
 from tests.mutations import kills

@@ -7,11 +7,7 @@ import torch
 from torch import nn
 
 from dpllm import GhostClipper, PrivateRun
-from dpllm.mechanism.automatic import AutomaticClipping
-from dpllm.mechanism.clipping import FlatClipping
-from dpllm.mechanism.group_clipping import GroupClipping
-from dpllm.mechanism.per_layer import PerLayerClipping
-from dpllm.mechanism.quantile import QuantileClipping
+from dpllm.mechanism.clipping import AutomaticClipping, FlatClipping, GroupClipping, PerLayerClipping, QuantileClipping
 from dpllm.training.checks import differences
 from dpllm.training.checks.differences import TOLERANCE, Bound, Precision, Seen, compare, counting_norm, finding_of
 from dpllm.training.checks.independence import IndependenceError

@@ -488,7 +488,7 @@ def test_contrastive_pairs_that_begin_after_some_steps_are_refused(tmp_path):
 
 def test_packed_rows_whose_loss_counts_all_targets_are_refused(tmp_path):
     """And pass where it does not."""
-    from dpllm.models.packing import attention_by_row
+    from dpllm.models.inputs import attention_by_row
 
     def packed_loss(model, inputs):
         inputs = dict(inputs)
