@@ -308,7 +308,7 @@ BUGS = [
         "evolution",
         (
             (
-                "dpllm/methods/queries/randomness.py",
+                "dpllm/methods/queries/run.py",
                 "PCG64DXSM(secrets.randbits(8 * KEY_BYTES))",
                 "PCG64DXSM(20)",
             ),
@@ -317,7 +317,7 @@ BUGS = [
     Bug(
         "each record of a user has a whole vote",
         "evolution_of_users",
-        (("dpllm/methods/evolve/votes.py", "share_N = 1.0 / rows_of_unit[units]", "share_N = 1.0 + 0 * units"),),
+        (("dpllm/methods/evolve/evolution.py", "share_N = 1.0 / rows_of_unit[units]", "share_N = 1.0 + 0 * units"),),
     ),
     Bug(
         "teachers share units",
@@ -367,7 +367,7 @@ BUGS = [
         "tokens",
         (
             (
-                "dpllm/methods/predict/scores.py",
+                "dpllm/methods/predict/sampler.py",
                 ".round().clamp(-MOST, MOST).long()",
                 ".clamp(-1e15, 1e15).round().long()",
             ),
@@ -419,7 +419,7 @@ BUGS = [
         "tokens_of_users",
         (
             (
-                "dpllm/methods/predict/scores.py",
+                "dpllm/methods/predict/sampler.py",
                 'torch.div(steps_RV, rows_of_unit_R[:, None], rounding_mode="trunc")',
                 "steps_RV",
             ),

@@ -20,11 +20,16 @@ from dpllm.mechanism.events import Event
 from dpllm.methods.aggregate.combined import Combined, combined
 from dpllm.methods.aggregate.section import AggregateConfig, Question
 from dpllm.methods.predict.asking import Asker, Limits
-from dpllm.methods.predict.groups import secret_groups
-from dpllm.methods.predict.inputs import PrivateRecords, load_public_model, model_section, read_records
-from dpllm.methods.predict.model import require_independent_rows, require_memory
-from dpllm.methods.queries.planned import QueryCommand, begin_from, plan_from
-from dpllm.methods.queries.run import QueryRun
+from dpllm.methods.predict.inputs import (
+    PrivateRecords,
+    load_public_model,
+    model_section,
+    read_records,
+    require_independent_rows,
+    require_memory,
+    secret_groups,
+)
+from dpllm.methods.queries.run import QueryCommand, QueryRun, begin_from, plan_from
 from dpllm.privacy.query_plan import QueryPlan, Value
 
 METHOD = "answers of groups"

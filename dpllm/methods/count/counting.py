@@ -24,8 +24,7 @@ from dpllm.data.units import UnitIndex
 from dpllm.mechanism.events import Event
 from dpllm.mechanism.query import Query
 from dpllm.mechanism.sampling import secret_rng
-from dpllm.methods.queries.planned import QueryCommand, begin_from, plan_from
-from dpllm.methods.queries.run import QueryRun
+from dpllm.methods.queries.run import QueryCommand, QueryRun, begin_from, plan_from
 from dpllm.privacy.query_plan import QueryPlan
 
 METHOD = CHARGE = "label counts"

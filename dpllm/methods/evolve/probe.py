@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dpllm.methods.evolve.votes import CHARGE, Floats, exact_votes, noisy_votes
+from dpllm.methods.evolve.evolution import CHARGE, Floats, exact_votes, noisy_votes
 from dpllm.methods.queries.probe import Probe, made_units
 from dpllm.methods.queries.run import QueryRun
 from dpllm.privacy.query_plan import QueryPlan

@@ -21,7 +21,7 @@ class Partition:
     Args:
         num_units: N.
         num_teachers: k.
-        rng: secret generator (`dpllm.methods.queries.randomness.Randomness.generator`).
+        rng: secret generator (`dpllm.methods.queries.run.Randomness.generator`).
 
     Raises:
         ValueError: there are more teachers than units.

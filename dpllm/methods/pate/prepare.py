@@ -26,7 +26,7 @@ from dpllm.data.shared_records import (
 from dpllm.methods.pate.section import TeachConfig
 from dpllm.methods.pate.trainings import QUIET
 from dpllm.methods.pate.votes import LABELS, TOKENS, Vote
-from dpllm.methods.queries.planned import plan_from
+from dpllm.methods.queries.run import plan_from
 from dpllm.models.starting_point import refuse_private_start
 from dpllm.privacy.query_plan import QueryPlan, Value
 from dpllm.training.arguments import check_optimizer, training_arguments

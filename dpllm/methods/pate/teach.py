@@ -21,8 +21,7 @@ from dpllm.methods.pate.completing import completed_texts
 from dpllm.methods.pate.labelling import labelled_texts
 from dpllm.methods.pate.prepare import Prepared, prepare
 from dpllm.methods.pate.trainings import train_without_privacy
-from dpllm.methods.queries.planned import QueryCommand, begin_from
-from dpllm.methods.queries.run import QueryRun
+from dpllm.methods.queries.run import QueryCommand, QueryRun, begin_from
 from dpllm.privacy.query_plan import QueryPlan
 from dpllm.report.disclosures import HELD_OUT
 from dpllm.training.evaluation import measure

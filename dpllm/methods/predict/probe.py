@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from dpllm.data.units import Int64Array
-from dpllm.methods.predict.plan import TokenPlan
 from dpllm.methods.predict.run import (
     AROUND_PUBLIC,
     CHARGE,
@@ -24,10 +23,10 @@ from dpllm.methods.predict.run import (
     TEMPERATURE,
     TEXTS_OF_GROUP,
     TOKENS,
+    TokenPlan,
     charged_texts,
 )
-from dpllm.methods.predict.sampler import drawn_tokens
-from dpllm.methods.predict.scores import Scoring
+from dpllm.methods.predict.sampler import Scoring, drawn_tokens
 from dpllm.methods.queries.probe import Probe, made_units
 from dpllm.methods.queries.run import QueryRun
 from dpllm.privacy.query_plan import QueryPlan

@@ -1,7 +1,7 @@
 """What the commands of all query runs do alike: `dpllm methods count`, `predict`, `aggregate`, `evolve` and `teach`.
 
 Place in the flow: between the command line and the methods of private release, each of which has a `QueryCommand`: the
-functions that read its data, plan it and carry it out (`dpllm.methods.queries.planned`).
+functions that read its data, plan it and carry it out (`dpllm.methods.queries.run`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dpllm.config.recipe_file import load_query_recipe
 from dpllm.config.shipped import recipe_file
 
 if TYPE_CHECKING:
-    from dpllm.methods.queries.planned import QueryCommand
+    from dpllm.methods.queries.run import QueryCommand
 
 
 def query_command(method: str) -> QueryCommand:
@@ -101,7 +101,7 @@ def show_query_plan(path: Path, overrides: list[str], as_json: bool) -> None:
     known = query_command(recipe.method)
     typer.echo(f"note: {known.reading}", err=True)
     plan = known.plan(recipe, known.read(recipe))
-    from dpllm.methods.queries.planned import format_query_plan
+    from dpllm.methods.queries.run import format_query_plan
 
     values = {
         **plan.to_dict(),

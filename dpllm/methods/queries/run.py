@@ -1,37 +1,126 @@
-"""A query run: from its first charge to its report.
+"""A query run: a private release that is no training run, from its recipe and plan to its report.
 
-Place in the flow: the methods of private release call it; below it plan, ledger, budget and report. What is charged
-cannot be undone: an answer is charged before it is computed, and the budget holds all planned answers before the first.
+The methods of private release (count, predict, aggregate, evolve, pate, synthesize) build on it. A charge cannot be
+undone: an answer is charged before it is computed, and the budget holds all planned answers before the first one.
 
     with QueryRun.begin("runs/counts", plan, dataset="chats", budget="chats.budget.json") as run:
         run.charge("label counts")                     # on the disk before the answer exists
         noisy = run.randomness.noisy(counts, noise_multiplier, change)
         path.write_text(json.dumps(noisy))
         run.release(path)
+
+The people in a training run whose model a query run builds on bear the ε of both, so plan and report state them
+together (`prior_release`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Sequence
+import secrets
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dpllm.config import RECIPE_FILE
 from dpllm.config.files import write_file
+from dpllm.config.query_recipe import QueryRecipe
 from dpllm.data.units import UnitIndex
-from dpllm.methods.queries.randomness import Randomness
+from dpllm.mechanism.discrete_gaussian import DEVIATION_BITS, DiscreteGaussians
+from dpllm.mechanism.events import Event
+from dpllm.mechanism.keys import KEY_BYTES
 from dpllm.privacy import checkpoints
 from dpllm.privacy.budget import charge, new_entry_id, read_budget, settle
-from dpllm.privacy.ledger import LEDGER_FILE, Ledger, LedgerError, read_ledger
+from dpllm.privacy.calibration import least_noise
+from dpllm.privacy.compose import check_run
+from dpllm.privacy.ledger import LEDGER_FILE, Ledger, LedgerError, is_being_written, read_ledger, require_own_file
 from dpllm.privacy.plan import PLAN_FILE
 from dpllm.privacy.private_folder import PRIVATE_FOLDER, note_writer, private_path
-from dpllm.privacy.query_plan import QueryPlan
+from dpllm.privacy.query_plan import Charge, PriorRelease, QueryPlan, Value, training_plan
+from dpllm.privacy.release_words import release_words
+from dpllm.privacy.rounding import format_delta, format_epsilon
 from dpllm.privacy.run_folder import COMPLETED, STOPPED_EARLY, charging, is_used, make_way
+from dpllm.privacy.stated import stated_history
+from dpllm.report.definition import selection_points
 from dpllm.report.model_card import write_release_card
 from dpllm.report.release_notes import ReleaseNotes
 from dpllm.report.statement import write_report
+
+_GRID = 1 << DEVIATION_BITS
+Shape = int | tuple[int, ...]
+
+
+class Randomness:
+    """Random numbers from the operating system.
+
+    Args:
+        level: "os", or "discrete" for exact discrete noise.
+    """
+
+    def __init__(self, level: str = "os") -> None:
+        """Note the level."""
+        self._level = level
+
+    def generator(self) -> np.random.Generator:
+        """Return a new generator with 256 bits of the operating system's entropy, for draws that are no noise."""
+        return np.random.Generator(np.random.PCG64DXSM(secrets.randbits(8 * KEY_BYTES)))
+
+    def uniform(self, shape: Shape) -> NDArray[np.float64]:
+        """Return independent numbers, uniform from 0 to below 1."""
+        return self.generator().random(shape)
+
+    def gaussian(self, shape: Shape, stddev: float) -> NDArray[np.float64]:
+        """Return independent Gaussian noise.
+
+        Args:
+            shape: of the result.
+            stddev: standard deviation, above 0.
+
+        Raises:
+            ValueError: the deviation is not positive and finite, or the plan has discrete noise.
+        """
+        if self._level == "discrete":
+            raise ValueError(
+                "the plan has randomness='discrete', and its report says that the noise is exact: add it with noisy(), "
+                "or plan the run with randomness='os'"
+            )
+        if not 0 < stddev < np.inf:
+            raise ValueError(f"stddev must be above 0 and finite, got {stddev}: without noise nothing is private")
+        return self.generator().normal(0.0, stddev, shape)
+
+    def noisy(self, counts: Sequence[int] | NDArray[Any], noise_multiplier: float, change: float) -> list[float]:
+        """Return whole numbers with exact discrete Gaussian noise.
+
+        The noise is a multiple of 1/m, with m the largest whole number for which its standard deviation 2^40/m is at
+        least ``noise_multiplier * change``. The whole numbers are multiples of 1/m too, so nothing is rounded before
+        the noise is added; the result is rounded once, to 64 bits, which depends on nothing else.
+
+        Args:
+            counts: whole numbers, (n,).
+            noise_multiplier: σ/Δ of the event that is charged (`dpllm.mechanism.query.Query`, discrete).
+            change: Δ, the largest change of the numbers by one unit, in l2 norm.
+
+        Raises:
+            ValueError: a number is not whole, a deviation is not positive, or the plan has other noise.
+        """
+        if self._level != "discrete":
+            raise ValueError("the plan has no discrete noise: plan the run with randomness='discrete'")
+        values = [int(count) for count in counts]
+        if any(value != count for value, count in zip(values, counts, strict=True)):
+            raise ValueError("discrete noise is added to whole numbers only: round them before their change is bounded")
+        stddev = noise_multiplier * change
+        if not 0 < stddev <= _GRID:
+            raise ValueError(f"the noise has a standard deviation above 0 and at most 2^40, got {stddev}")
+        per_one = int(_GRID // stddev)
+        if per_one * stddev > _GRID:  # rounded up by the division
+            per_one -= 1
+        drawn = DiscreteGaussians(secrets.token_bytes(KEY_BYTES)).draw(len(values))
+        return [(value * per_one + int(noise)) / per_one for value, noise in zip(values, drawn, strict=True)]
+
 
 FAILED = "failed"
 """The reason of an end by an error."""
@@ -252,3 +341,177 @@ class QueryRun:
             self.finish()
         else:
             self._end(FAILED, independent=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryCommand:
+    """One method: from its recipe to its release."""
+
+    reading: str
+    """What `read` does, for the screen."""
+    read: Callable[[QueryRecipe], Any]
+    """From the recipe to whatever plan and run need of the data."""
+    plan: Callable[[QueryRecipe, Any], Any]
+    """From the recipe and that to the plan; nothing is charged."""
+    carry_out: Callable[[QueryRecipe, Any, Any, Callable[[str], None]], dict[str, Any]]
+    """From the recipe, that, the plan and a function that prints a line to what is shown at the end."""
+
+
+def prior_release(folder: str | Path) -> PriorRelease:
+    """Return the released training run of a folder, for `QueryPlan.after`.
+
+    Guarantee: its history is the one whose ε its own report states. It is refused if that ε may still grow, or does not
+    hold.
+
+    Args:
+        folder: of the run.
+
+    Raises:
+        ValueError: the folder holds no training run, plan and ledger do not belong together, the run was not private,
+            has not ended, or is one of a private tuning that did not select it.
+        LedgerError: the ledger is missing or was edited; or it is a copy of one whose stop was declared independent,
+            and the original may have been resumed since.
+    """
+    folder = Path(folder)
+    plan = training_plan(folder, "A run that builds on a model")
+    ledger = folder / LEDGER_FILE
+    contents = read_ledger(ledger)
+    check_run(folder, plan, contents)
+    if contents.end is None or is_being_written(ledger):
+        raise ValueError(
+            f"the run in {folder} has not ended, or crashed: it may still take steps, and its ε would grow. Let it "
+            "end, or resume it"
+        )
+    if contents.notes.stopped_independently:
+        require_own_file(contents)  # a copy from before a resume states fewer steps than were taken
+    if points := selection_points(plan, contents):
+        raise ValueError(f"{folder}: {points[0]}")
+    budget = contents.runs[0].get("budget")
+    return PriorRelease(
+        folder=folder.resolve().name,
+        run=str(contents.runs[0]["run"]),
+        plan_hash=plan.hash,
+        chain=contents.chain,
+        history=tuple(stated_history(plan, contents)),
+        unit=plan.unit,
+        unit_column=plan.unit_column,
+        num_units=plan.num_units,
+        dataset=plan.dataset,
+        budget=None if budget is None else (str(budget["file"]), str(budget["entry"])),
+    )
+
+
+def plan_from(
+    recipe: QueryRecipe,
+    method: str,
+    num_units: int,
+    charges_of: Callable[[float], Sequence[tuple[str, Event, int]]],
+    *,
+    settings: Sequence[tuple[str, Value]] = (),
+    randomness: str = "os",
+) -> QueryPlan:
+    """Return the plan of a recipe: δ, and noise that is given or calibrated to the target.
+
+    Args:
+        recipe: of the run.
+        method: of `dpllm.privacy.release_words.release_words`.
+        num_units: N.
+        charges_of: from σ/Δ to the charges: name, event, count.
+        settings: public settings on which sensitivity and events rest.
+        randomness: "os" or "discrete".
+
+    Raises:
+        ValueError: δ is out of range, or no noise reaches the target.
+    """
+    privacy, delta = recipe.privacy, recipe.privacy.delta_for(num_units)
+    sigma = privacy.noise_multiplier
+    if sigma is None:
+        assert privacy.epsilon is not None
+        sigma = least_noise(
+            privacy.epsilon,
+            delta,
+            lambda at: [(event, count) for _, event, count in charges_of(at)],
+            privacy.adjacency,
+        )
+    return plan_with(recipe, method, num_units, charges_of(sigma), settings=settings, randomness=randomness)
+
+
+def plan_with(
+    recipe: QueryRecipe,
+    method: str,
+    num_units: int,
+    charges: Sequence[tuple[str, Event, int]],
+    *,
+    settings: Sequence[tuple[str, Value]] = (),
+    randomness: str = "os",
+) -> QueryPlan:
+    """Return the plan of a recipe whose charges are known; as `plan_from`, which finds them.
+
+    Raises:
+        ValueError: δ is out of range.
+    """
+    privacy = recipe.privacy
+    return QueryPlan(
+        unit=privacy.protects,
+        adjacency=privacy.adjacency,
+        max_rows_per_unit=privacy.max_rows_per_unit,
+        unit_column=privacy.unit,
+        rows_kept=privacy.rows_kept if privacy.protects == "user" else None,
+        dataset=privacy.dataset,
+        method=method,
+        num_units=num_units,
+        charges=tuple(Charge(name=name, event=event, count=count) for name, event, count in charges),
+        settings=tuple(settings),
+        delta=privacy.delta_for(num_units),
+        target_epsilon=privacy.epsilon,
+        randomness=randomness,
+    )
+
+
+def begin_from(recipe: QueryRecipe, plan: QueryPlan, **more: Any) -> QueryRun:
+    """Start the run of a recipe: its folder, budget, recipe file and notes of the release.
+
+    Args:
+        recipe: of the run.
+        plan: as `plan_from` made it.
+        more: further arguments of `QueryRun.begin`.
+
+    Raises:
+        ValueError: as `QueryRun.begin`.
+    """
+    return QueryRun.begin(
+        recipe.output_dir,
+        plan,
+        dataset=recipe.privacy.dataset,
+        budget=recipe.privacy.budget_file,
+        recipe_text=recipe.to_yaml(),
+        notes=ReleaseNotes(**dataclasses.asdict(recipe.release)),
+        **more,
+    )
+
+
+def format_query_plan(plan: QueryPlan) -> list[tuple[str, str]]:
+    """Return a plan as (name, value) rows for people."""
+    unit = plan.unit if plan.unit == "sequence" else f"user (column {plan.unit_column})"
+    rows = [
+        ("release", release_words()[plan.method].result),
+        ("unit of privacy", unit),
+        ("units N", f"{plan.num_units:,}"),
+    ]
+    if plan.max_rows_per_unit is not None:
+        rows.append(("rows of one user at most", f"{plan.max_rows_per_unit} ({plan.rows_kept})"))
+    rows += [
+        (f"{charge.name}, at most", f"{charge.count:,}, each {charge.event.words().accounted_as}")
+        for charge in plan.charges
+    ]
+    rows += [(name, f"{value:.6g}" if isinstance(value, float) else str(value)) for name, value in plan.settings]
+    if plan.after is not None:
+        rows.append(("builds on the model of", f"{plan.after.folder}; ε is that of both together"))
+    rows += [
+        ("δ", format_delta(plan.delta)),
+        ("ε, zero-out", format_epsilon(plan.epsilon_under("zero-out"))),
+        ("ε, replace-one", format_epsilon(plan.epsilon_under("replace-one"))),
+        ("adjacency of the headline", plan.adjacency),
+        ("randomness of the noise", plan.randomness),
+    ]
+    return rows

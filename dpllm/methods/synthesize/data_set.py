@@ -15,8 +15,7 @@ from pathlib import Path
 
 from dpllm.config import ConfigError
 from dpllm.config.values import integer
-from dpllm.methods.queries.planned import prior_release
-from dpllm.methods.queries.run import QueryRun
+from dpllm.methods.queries.run import QueryRun, prior_release
 from dpllm.methods.synthesize.counted import COUNTS_FILE, CountedLabels, count_noisily, read_labels
 from dpllm.methods.synthesize.filters import FilterSettings, TextFilter
 from dpllm.methods.synthesize.labels import LabelShares, prompt_of, texts_of_each

@@ -20,7 +20,7 @@ from dpllm.methods.aggregate import aggregate as module
 from dpllm.methods.aggregate.aggregate import ask_groups, charge_name, plan_aggregate
 from dpllm.methods.predict.asking import Asker
 from dpllm.methods.predict.inputs import read_records
-from dpllm.methods.queries.randomness import Randomness
+from dpllm.methods.queries.run import Randomness
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.budget import BudgetError, create_budget
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger

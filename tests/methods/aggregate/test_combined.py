@@ -11,7 +11,7 @@ from scipy import stats
 
 from dpllm.methods.aggregate.combined import ANSWERED, STEPS, Mean, OpenVotes, Votes
 from dpllm.methods.aggregate.thresholded import ThresholdedCounts
-from dpllm.methods.queries.randomness import Randomness
+from dpllm.methods.queries.run import Randomness
 from dpllm.privacy.accounting import epsilon
 from tests.mutations import kills
 

@@ -15,8 +15,8 @@ from dpllm.mechanism.query import Query
 from dpllm.methods.attacks.answers import MEMORY, run_trials
 from dpllm.methods.attacks.command import PROBES
 from dpllm.methods.count import counting
-from dpllm.methods.queries.planned import prior_release
 from dpllm.methods.queries.probe import EXCESS, Probe, count_probe, made_units
+from dpllm.methods.queries.run import prior_release
 from dpllm.privacy.query_plan import Charge, QueryPlan
 from dpllm.privacy.release_words import release_words
 from dpllm.registry import load

@@ -13,8 +13,7 @@ from dpllm.audit.bounds import AuditError
 from dpllm.audit.canaries import CANARIES_FILE, CanarySet
 from dpllm.cli.program import app
 from dpllm.methods.attacks.texts import audit_texts
-from dpllm.methods.queries.planned import prior_release
-from dpllm.methods.queries.run import QueryRun
+from dpllm.methods.queries.run import QueryRun, prior_release
 from dpllm.methods.synthesize.overlap import longest_runs
 from dpllm.privacy.query_plan import QueryPlan
 from dpllm.report.verify import verify

@@ -10,8 +10,7 @@ import pytest
 
 from dpllm.config import ConfigError
 from dpllm.config.yaml12 import write_yaml
-from dpllm.methods.evolve.evolution import Evolution, PrivateRecords, evolve
-from dpllm.methods.evolve.evolving import DECLARED
+from dpllm.methods.evolve.evolution import DECLARED, Evolution, PrivateRecords, evolve
 from dpllm.methods.synthesize.embeddings import Embedder, load_embedder
 from dpllm.methods.synthesize.making import Wanted
 from dpllm.models.generation import Sampling
@@ -98,7 +97,7 @@ def test_mistakes_are_found_before_a_charge(recipe, overrides, words):
 
 @kills(
     "an evolution takes a model that a private run trained",
-    "dpllm/methods/evolve/evolving.py",
+    "dpllm/methods/evolve/evolution.py",
     "        refuse_private_start(name, recipe.model is not None and recipe.model.start_is_independent)\n",
     "        pass\n",
 )

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpllm.config import ConfigError
-from dpllm.methods.evolve.votes import exact_votes, nearest, noisy_votes, votes_charge
+from dpllm.methods.evolve.evolution import exact_votes, nearest, noisy_votes, votes_charge
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.calibration import least_noise
 from tests.mutations import kills
@@ -31,7 +31,7 @@ def people(draw):
 
 @kills(
     "a unit with several records votes several times in a step",
-    "dpllm/methods/evolve/votes.py",
+    "dpllm/methods/evolve/evolution.py",
     "share_N = 1.0 / rows_of_unit[units] if",
     "share_N = np.ones(len(units)) if",
 )
@@ -55,7 +55,7 @@ def test_a_unit_votes_once(made, labelled):
 
 @kills(
     "a unit moves the votes of others by rounding",
-    "dpllm/methods/evolve/votes.py",
+    "dpllm/methods/evolve/evolution.py",
     "return np.rint(np.clip(vectors / largest, -_FARTHEST, _FARTHEST) * steps)",
     "return vectors",
 )
@@ -120,11 +120,11 @@ class Run:
 
 @kills(
     "votes of an evolution have no noise",
-    "dpllm/methods/evolve/votes.py",
+    "dpllm/methods/evolve/evolution.py",
     "return exact + run.randomness.gaussian(len(exact), stddev)",
     "return exact",
 )
-@kills("votes of an evolution are not charged", "dpllm/methods/evolve/votes.py", "    run.charge(CHARGE)\n", "")
+@kills("votes of an evolution are not charged", "dpllm/methods/evolve/evolution.py", "    run.charge(CHARGE)\n", "")
 def test_votes_are_charged_and_then_get_their_noise():
     """The noise has the deviation of the plan; votes never leave without it."""
     run = Run()

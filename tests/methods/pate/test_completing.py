@@ -13,8 +13,7 @@ from dpllm.methods.pate import completing, trainings
 from dpllm.methods.pate import teach as teaching
 from dpllm.methods.pate.prepare import prepare
 from dpllm.methods.pate.votes import TOKENS, VOTE_CHANGE, Ballots
-from dpllm.methods.queries.planned import begin_from
-from dpllm.methods.queries.randomness import Randomness
+from dpllm.methods.queries.run import Randomness, begin_from
 from dpllm.report.verify import verify
 from tests.methods.pate.school import TEACHERS, write_token_recipe
 from tests.small_model import WORDS

@@ -17,8 +17,7 @@ from dpllm.methods.pate import teach as teaching
 from dpllm.methods.pate.prepare import prepare
 from dpllm.methods.pate.probe import vote_probe
 from dpllm.methods.pate.votes import NO_LABEL, VOTE_CHANGE, Ballots
-from dpllm.methods.queries.planned import begin_from
-from dpllm.methods.queries.randomness import Randomness
+from dpllm.methods.queries.run import Randomness, begin_from
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.report.verify import verify

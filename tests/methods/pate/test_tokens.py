@@ -10,8 +10,7 @@ from dpllm.methods.pate.probe import completion_probe
 from dpllm.methods.pate.release import TokenVotes
 from dpllm.methods.pate.tokens import written_tokens
 from dpllm.methods.pate.votes import CHECKS, NO_LABEL, TOKENS, Ballots
-from dpllm.methods.queries.planned import begin_from
-from dpllm.methods.queries.randomness import Randomness
+from dpllm.methods.queries.run import Randomness, begin_from
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from tests.methods.pate.school import TEACHERS

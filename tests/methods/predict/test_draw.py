@@ -1,4 +1,4 @@
-"""Tests of dpllm.methods.predict.scores: a token is drawn with exactly its share."""
+"""Tests of dpllm.methods.predict.sampler: a token is drawn with exactly its share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dpllm.methods.predict.scores import draw_index
+from dpllm.methods.predict.sampler import draw_index
 
 
 def shares(log_weights):

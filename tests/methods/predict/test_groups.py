@@ -1,11 +1,11 @@
-"""Tests of dpllm.methods.predict.groups: no unit is in two groups."""
+"""Tests of dpllm.methods.predict.inputs: no unit is in two groups."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from dpllm.methods.predict.groups import checked_groups, secret_groups
+from dpllm.methods.predict.inputs import checked_groups, secret_groups
 from tests.mutations import kills
 
 
@@ -33,7 +33,7 @@ def test_too_few_units(num_units, size, count):
 
 @kills(
     "a unit may be in two groups of a private prediction",
-    "dpllm/methods/predict/groups.py",
+    "dpllm/methods/predict/inputs.py",
     "if len(np.unique(units)) < len(units):",
     "if False:",
 )

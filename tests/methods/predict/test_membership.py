@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dpllm.audit.bounds import claimed_epsilon, trial_bounds
-from dpllm.methods.predict.scores import Scoring, draw_index
+from dpllm.methods.predict.sampler import Scoring, draw_index
 from dpllm.methods.predict.token_draw import TokenDraw
 
 TOKENS, DELTA, RUNS, V = 10, 1e-3, 2000, 4

@@ -1,4 +1,4 @@
-"""Tests of dpllm.methods.predict.model: models whose rows depend on each other are refused."""
+"""Tests of dpllm.methods.predict.inputs: models whose rows depend on each other are refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from dpllm.config import ConfigError
-from dpllm.methods.predict.model import require_independent_rows
+from dpllm.methods.predict.inputs import require_independent_rows
 from dpllm.models.continuation import Continuation
 from tests.conftest import tiny_llama_config
 from tests.mutations import kills
@@ -69,7 +69,7 @@ class Linear8bitLt(nn.Module):
 
 @kills(
     "a model whose rows depend on each other predicts privately",
-    "dpllm/methods/predict/model.py",
+    "dpllm/methods/predict/inputs.py",
     "if not apart <= _RELATIVE:",
     "if False:",
 )

@@ -127,7 +127,7 @@ def test_users_enter_with_all_their_records(recipe, monkeypatch):
 
 @kills(
     "the plan of a private prediction charges one text of each group, and the groups make several",
-    "dpllm/methods/predict/plan.py",
+    "dpllm/methods/predict/run.py",
     "return self.texts_of_group * self.max_new_tokens",
     "return self.max_new_tokens",
 )
@@ -256,7 +256,7 @@ def written(path, records):
 
 @kills(
     "a template writes other people's numbers and keys",
-    "dpllm/methods/predict/prompts.py",
+    "dpllm/methods/predict/inputs.py",
     "own_value(record[name])",
     "record[name]",
 )

@@ -9,9 +9,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, T5Config, T5ForCon
 
 from dpllm.config import ConfigError
 from dpllm.methods.predict import sampler as module
-from dpllm.methods.predict.prompts import Template
-from dpllm.methods.predict.sampler import GroupSampler, TextLimits
-from dpllm.methods.predict.scores import Scoring
+from dpllm.methods.predict.inputs import Template
+from dpllm.methods.predict.sampler import GroupSampler, Scoring, TextLimits
 from tests.mutations import kills
 from tests.small_model import save_small_model
 

@@ -1,4 +1,4 @@
-"""Tests of dpllm.methods.predict.scores: one unit moves no score by more than c/s, whatever its logits are."""
+"""Tests of dpllm.methods.predict.sampler: one unit moves no score by more than c/s, whatever its logits are."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from dpllm.methods.predict.scores import MOST, STEPS, Scoring
+from dpllm.methods.predict.sampler import MOST, STEPS, Scoring
 from tests.mutations import kills
 
 V = 40
@@ -35,13 +35,13 @@ def some_logits(rows, seed):
 
 @kills(
     "the scores of a private prediction are not clipped",
-    "dpllm/methods/predict/scores.py",
+    "dpllm/methods/predict/sampler.py",
     ".round().clamp(-MOST, MOST).long()",
     ".clamp(-1e15, 1e15).round().long()",
 )
 @kills(
     "each record of a user adds to the scores as much as a whole user may",
-    "dpllm/methods/predict/scores.py",
+    "dpllm/methods/predict/sampler.py",
     'torch.div(steps_RV, rows_of_unit_R[:, None], rounding_mode="trunc")',
     "steps_RV",
 )

@@ -13,9 +13,7 @@ from typer.testing import CliRunner
 
 from dpllm.cli.program import app
 from dpllm.mechanism.query import Query
-from dpllm.methods.queries.planned import prior_release
-from dpllm.methods.queries.randomness import Randomness
-from dpllm.methods.queries.run import QueryRun
+from dpllm.methods.queries.run import QueryRun, Randomness, prior_release
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.budget import BudgetError, budget_rows, charge, read_budget, settle
 from dpllm.privacy.compose import compose
