@@ -33,7 +33,7 @@ from dpllm.config.schema import key_tables, recipe_schema
 from dpllm.config.shipped import shipped_recipes
 from dpllm.config.train_values import WARM_UP
 from dpllm.config.yaml12 import read_yaml
-from dpllm.methods.federated.section import FederateConfig
+from dpllm.methods.sections import FederateConfig
 from dpllm.training.arguments import train_schema
 
 PRIVACY: dict[str, Any] = {"epsilon": 8, "delta": 1e-6, "clip_norm": 1, "expected_batch_size": 64}

@@ -17,7 +17,7 @@ from dpllm.mechanism.parts import Draw, Mechanism, Spec
 from dpllm.mechanism.query import Query
 from dpllm.mechanism.selection import SelectedRun
 from dpllm.mechanism.several import Several
-from dpllm.methods.aggregate.thresholded import ThresholdedCounts
+from dpllm.methods.aggregate.combination import ThresholdedCounts
 from dpllm.methods.federated.distributed import DistributedStep
 from dpllm.methods.predict.token_draw import TokenDraw
 

@@ -1,7 +1,7 @@
 """The audit of private answers: counts, votes and tokens, asked again and again with and without a canary.
 
 Place in the flow: the audit of releases that are no training run. A method brings a
-`dpllm.methods.queries.probe.Probe`: its own code, from the rows of a unit to the answers that are released, on made-up
+`dpllm.methods.attacks.probes.Probe`: its own code, from the rows of a unit to the answers that are released, on made-up
 records that are as extreme as its bounds allow. Each trial flips a fair coin, includes the canary or leaves it out, and
 charges a real ledger. The claim is the ε of what a trial charged. `dpllm.audit.result.judge` turns scores and coins
 into lower bounds and a verdict.
@@ -28,7 +28,7 @@ from dpllm.audit.figure import PICTURE_FILE, plot_audit
 from dpllm.audit.result import AUDIT_FILE, AuditResult, judge
 from dpllm.mechanism.limits import MAX_STEPS
 from dpllm.mechanism.sampling import secret_rng
-from dpllm.methods.queries.probe import Probe
+from dpllm.methods.attacks.probes import Probe
 from dpllm.methods.queries.run import QueryRun
 from dpllm.privacy.accounting import History, epsilon
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger
@@ -41,7 +41,7 @@ MEMORY = Path("/dev/shm")  # thousands of ledger lines are flushed to the disk o
 
 
 class RoundsProbe(Protocol):
-    """Federated rounds with and without a canary, such as `dpllm.methods.federated.probe.RoundProbe`."""
+    """Federated rounds with and without a canary, such as `dpllm.methods.attacks.probes.RoundProbe`."""
 
     history: History
     """What one round costs."""
@@ -164,7 +164,7 @@ def run_rounds(
     """Take federated rounds, each with a coin of its own, and return the observations.
 
     Args:
-        plan: of the rounds (`dpllm.methods.federated.probe.small_federation`).
+        plan: of the rounds (`dpllm.methods.attacks.probes.small_federation`).
         probe_of: from the plan and its ledger to the probe.
         trials: n, the number of rounds of the plan.
         on_trial: called after each.

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dpllm import registry
 from dpllm.cli.audit import CanariesFile, Model, Plain, Reference, RunFolder
 from dpllm.cli.common import AsJson, Overrides, command, show, show_json, show_table
 from dpllm.config import RECIPE_FILE, ConfigError, load_recipe
@@ -17,7 +16,6 @@ from dpllm.methods.queries.command import query_command
 
 if TYPE_CHECKING:
     from dpllm.methods.attacks.answers import Trials
-    from dpllm.methods.queries.probe import Probe
     from dpllm.privacy.plan import PrivacyPlan
     from dpllm.privacy.query_plan import QueryPlan
 
@@ -67,13 +65,13 @@ def attack(
     """
     from rich.console import Console
 
-    from dpllm.methods.attacks.attack_figure import plot_attacks
     from dpllm.methods.attacks.attacks import (
         PICTURE_FILE,
         AttackSettings,
         attack_facts,
         attack_folder,
         attack_tables,
+        plot_attacks,
     )
     from dpllm.methods.attacks.extraction import ExtractionSettings
     from dpllm.methods.attacks.lira import ShadowTraining
@@ -138,30 +136,6 @@ def exposure(
     show(found.to_dict(), [("exposure", str(found))], f"Exposure in {run_folder}", as_json)
 
 
-PROBES = {
-    "label counts": "dpllm.methods.queries.probe:count_probe",
-    "synthetic text": "dpllm.methods.queries.probe:count_probe",  # its own charge, if any, is that of counts
-    "private evolution": "dpllm.methods.evolve.probe:vote_probe",
-    "predicted text": "dpllm.methods.predict.probe:token_probe",
-    "public labels by PATE": "dpllm.methods.pate.probe:vote_probe",
-    "public completions by PATE": "dpllm.methods.pate.probe:completion_probe",
-    "answers of groups": "dpllm.methods.aggregate.probe:group_probe",
-}
-"""Method of a plan -> place of the function that makes its probe."""
-
-
-def probe_of(plan: QueryPlan) -> Probe:
-    """Return the probe of a plan's method.
-
-    Raises:
-        ConfigError: it has none.
-    """
-    if plan.method not in PROBES:
-        raise ConfigError(f"there is no audit of {plan.method!r} yet; there is one of {', '.join(PROBES)}")
-    probe: Probe = registry.load(PROBES[plan.method])(plan)
-    return probe
-
-
 @command("dpllm methods answers label_counts --trials 4000", "dpllm methods answers runs/counts")
 def answers(
     target: Annotated[
@@ -214,11 +188,10 @@ def _asked(plan: QueryPlan | PrivacyPlan, trials: int, on_trial: Callable[[], No
         ConfigError: there is no audit of the plan's method.
     """
     from dpllm.methods.attacks.answers import run_rounds, run_trials
+    from dpllm.methods.attacks.probes import CANARY, RoundProbe, probe_of, small_federation
     from dpllm.privacy.query_plan import QueryPlan
 
     if not isinstance(plan, QueryPlan):
-        from dpllm.methods.federated.probe import CANARY, RoundProbe, small_federation
-
         return run_rounds(small_federation(plan, trials), RoundProbe, trials, on_trial), CANARY
     probe = probe_of(plan)
     return run_trials(plan, probe, trials, on_trial), probe.canary
@@ -248,7 +221,7 @@ def _plan_of_folder(folder: Path, overrides: list[str] | None) -> QueryPlan | Pr
 
 def _plan_of_recipe(recipe: str, overrides: list[str]) -> QueryPlan | PrivacyPlan:
     if "federate" in read_raw(recipe, overrides):
-        from dpllm.methods.federated.probe import plan_of_recipe
+        from dpllm.methods.attacks.probes import plan_of_recipe
 
         typer.echo("note: reading the records, for the number of clients", err=True)
         return plan_of_recipe(load_recipe(recipe, overrides))
@@ -278,10 +251,8 @@ def texts(
     """
     from rich.console import Console
 
-    from dpllm.methods.attacks.exposure import Exposure
-    from dpllm.methods.attacks.texts import audit_texts
-    from dpllm.methods.synthesize.overlap import longest_runs
-    from dpllm.methods.synthesize.texts import read_texts
+    from dpllm.methods.attacks.exposure import Exposure, audit_texts
+    from dpllm.methods.synthesize.evaluation import longest_runs, read_texts
 
     with Console(stderr=True).status("searching the texts"):
         released = read_texts(folder).texts

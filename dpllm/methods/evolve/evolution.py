@@ -34,14 +34,21 @@ from dpllm.data.units import UnitIndex
 from dpllm.mechanism.events import Event
 from dpllm.mechanism.query import Query
 from dpllm.mechanism.sampling import secret_rng
-from dpllm.methods.evolve.section import EvolveConfig
 from dpllm.methods.queries.run import QueryCommand, QueryRun, begin_from, plan_from
+from dpllm.methods.sections import EvolveConfig
 from dpllm.methods.synthesize.data_set import of_labels, shared_out
 from dpllm.methods.synthesize.embeddings import load_embedder
-from dpllm.methods.synthesize.filters import FilterSettings, TextFilter
-from dpllm.methods.synthesize.labels import public_shares
-from dpllm.methods.synthesize.making import Wanted, Writer, make_texts, write_records
-from dpllm.methods.synthesize.texts import LABEL, TEXT
+from dpllm.methods.synthesize.texts import (
+    LABEL,
+    TEXT,
+    FilterSettings,
+    TextFilter,
+    Wanted,
+    Writer,
+    make_texts,
+    public_shares,
+    write_records,
+)
 from dpllm.models.generation import Sampling, load_generator
 from dpllm.models.starting_point import refuse_private_start
 from dpllm.privacy.query_plan import Charge, QueryPlan
@@ -160,7 +167,7 @@ def noisy_votes(run: QueryRun, noise_multiplier: float, exact: Floats) -> Floats
 class Evolution:
     """Public settings of an evolution.
 
-    Attributes are checked by the recipe's section (`dpllm.methods.evolve.section`).
+    Attributes are checked by the recipe's section (`dpllm.methods.sections`).
     """
 
     number: int

@@ -14,7 +14,7 @@ from dpllm.registry import Method
 METHOD = Method(
     name="federate",
     command="federated",
-    section="dpllm.methods.federated.section:FederateConfig",
+    section="dpllm.methods.sections:FederateConfig",
     beside_train=True,
     events=("dpllm.methods.federated.distributed:DistributedStep",),
     noises=("dpllm.methods.federated.distributed:DistributedNoise",),

@@ -23,10 +23,9 @@ from dpllm.data.shared_records import (
     refuse_shared_records,
     shared_records_point,
 )
-from dpllm.methods.pate.section import TeachConfig
-from dpllm.methods.pate.trainings import QUIET
 from dpllm.methods.pate.votes import LABELS, TOKENS, Vote
 from dpllm.methods.queries.run import plan_from
+from dpllm.methods.sections import TeachConfig
 from dpllm.models.starting_point import refuse_private_start
 from dpllm.privacy.query_plan import QueryPlan, Value
 from dpllm.training.arguments import check_optimizer, training_arguments
@@ -36,6 +35,15 @@ TEACHERS, CLASSES, PROMPTS, THRESHOLD = "teachers", "classes", "public texts", "
 NEW_TOKENS, CANDIDATES = "tokens of a text, at most", "candidates of a token"
 TOKEN_THRESHOLD, PUBLIC_VOTES = "votes for a token, threshold", "votes of the public model"
 """Names of settings of the plan."""
+QUIET = {
+    "save_strategy": "no",
+    "eval_strategy": "no",
+    "logging_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "log_level": "error",  # the number of a teacher's rows would be logged, also with TRANSFORMERS_VERBOSITY=info
+}
+"""Options with which a training writes and shows nothing of its data."""
 _KEYS = ("teach.public_prompts", "teach.max_shared_records")
 
 

@@ -1,30 +1,462 @@
-"""A PATE run: teachers in turn, the vote, the labels or completions, and the student.
+"""A PATE run: teachers are trained in turn and vote, labels or completions are released, and a student learns them.
 
-Place in the flow: called by `dpllm methods pate` with what `dpllm.methods.pate.prepare` made. Before the vote nothing
-leaves the process; the vote is charged before it is counted; everything after it looks at no private record.
+Before the vote nothing leaves the process; the vote is charged before it is counted; everything after it reads no
+private record. Trainings are ordinary and have no noise. A teacher's training may do anything with the teacher's own
+units; nothing of it is written or shown but its votes.
+
+A classifier votes on all texts before the next teacher is trained, and is not kept. Causal language models are kept in
+memory until the last text is written: of each only the trained parameters, which are small with adapters.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import secrets
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PrinterCallback, Trainer
+from transformers.trainer_utils import set_seed
+from transformers.utils import logging
 
+from dpllm.config import ConfigError
 from dpllm.config.query_recipe import QueryRecipe
-from dpllm.data.rows import unit_index_of
-from dpllm.methods.pate.classroom import Classroom
-from dpllm.methods.pate.completing import completed_texts
-from dpllm.methods.pate.labelling import labelled_texts
-from dpllm.methods.pate.prepare import Prepared, prepare
-from dpllm.methods.pate.trainings import train_without_privacy
+from dpllm.data.rows import RowCollator, tokenize_records, unit_index_of
+from dpllm.data.units import Int64Array
+from dpllm.ghost.model_calls import tokens_by_themselves
+from dpllm.methods.pate.prepare import QUIET, Prepared, prepare
+from dpllm.methods.pate.votes import (
+    NO_LABEL,
+    Ballots,
+    Partition,
+    TokenVotes,
+    ballots_of,
+    released_labels,
+    written_tokens,
+)
 from dpllm.methods.queries.run import QueryCommand, QueryRun, begin_from
+from dpllm.methods.sections import TeachConfig
+from dpllm.models.continuation import Continuation
+from dpllm.models.generation import TextGenerator
+from dpllm.models.load import load_base_model, load_tokenizer, prepare_model
+from dpllm.models.starting_point import check_start
+from dpllm.models.starting_values import StartingValues
 from dpllm.privacy.query_plan import QueryPlan
 from dpllm.report.disclosures import HELD_OUT
+from dpllm.training.arguments import training_arguments
 from dpllm.training.evaluation import measure
+
+_ROWS = 64  # of a forward pass
+_SEED_BITS = 32
+State = Mapping[str, Tensor]
+"""Values of trainable parameters and buffers, by name: a teacher."""
+
+
+def fresh_seed() -> int:
+    """Return a seed from the operating system, so that no training's random numbers depend on another's data."""
+    return secrets.randbits(_SEED_BITS)
+
+
+def train_without_privacy(
+    model: Any, rows: datasets.Dataset, collator: RowCollator, section: Mapping[str, Any], folder: Path
+) -> Any:
+    """Train the trainable parameters of a model on rows, without privacy, and return the model.
+
+    Nothing is written, and nothing is shown. Random numbers come from a fresh seed.
+
+    Args:
+        model: on any device; it is trained in place.
+        rows: tokenized.
+        collator: of the rows.
+        section: names of ``TrainingArguments``, without those of `QUIET`.
+        folder: that ``TrainingArguments`` asks for.
+    """
+    seed = fresh_seed()
+    fixed = {**QUIET, "output_dir": str(folder), "seed": seed, "data_seed": seed}
+    args = training_arguments({"dataloader_pin_memory": torch.accelerator.is_available(), **section, **fixed})
+    verbosity = logging.get_verbosity()
+    try:
+        trainer = Trainer(model=model, args=args, train_dataset=rows, data_collator=collator)
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    finally:
+        logging.set_verbosity(verbosity)
+    accelerator = trainer.accelerator
+    trained = accelerator.unwrap_model(trainer.model_wrapped, keep_fp32_wrapper=False)
+    accelerator.free_memory()
+    return trained
+
+
+class OneBase:
+    """One model in memory, whose trainable part starts again for every teacher.
+
+    Guarantee: a training starts from the same values of every parameter and buffer that can change, and of what modules
+    keep beside them (the longest row so far, a number of hash buckets), whatever was trained before.
+
+    Args:
+        model: with its adapters and frozen parameters, at its start.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Copy the values that a training may change: trainable parameters and buffers."""
+        self.model = model
+        changing = [*((name, p) for name, p in model.named_parameters() if p.requires_grad), *model.named_buffers()]
+        self._start = {name: tensor.detach().clone().cpu() for name, tensor in changing}
+        self._attributes = StartingValues(model)
+
+    def begin(self) -> Any:
+        """Return the model as it was at its start; its random numbers come from a fresh seed."""
+        set_seed(fresh_seed())
+        self._attributes.restore()
+        return self.put()
+
+    def state(self) -> State:
+        """Return a copy of the present values of all that a training may change, on the model's device."""
+        return {name: tensor.detach().clone() for name, tensor in self._tensors() if name in self._start}
+
+    @torch.no_grad()
+    def put(self, state: State | None = None) -> Any:
+        """Return the model with other values of all that a training may change.
+
+        Args:
+            state: as `state` returned it; None: that of the start.
+        """
+        values = self._start if state is None else state
+        for name, tensor in self._tensors():
+            if name in self._start:
+                tensor.copy_(values[name])
+        return self.model
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.model.named_parameters()
+        yield from self.model.named_buffers()
+
+
+@torch.no_grad()
+def classes_of(model: Any, rows: datasets.Dataset, collator: RowCollator) -> Int64Array:
+    """Return (N,) the class with the highest score of each row: a whole number, also where scores are not finite.
+
+    Args:
+        model: a classifier, on its device.
+        rows: tokenized; their labels are not read.
+        collator: of the rows.
+    """
+    lengths: Sequence[int] = [len(ids) for ids in rows["input_ids"]]
+    order = np.argsort(lengths, kind="stable")
+    device = next(model.parameters()).device
+    was_training = model.training
+    model.eval()
+    classes_N = np.empty(len(rows), dtype=np.int64)
+    for start in range(0, len(rows), _ROWS):
+        numbers = order[start : start + _ROWS]
+        batch = collator(list(rows.select(numbers)))
+        batch.pop("labels")
+        logits_BC = model(**{name: tensor.to(device) for name, tensor in batch.items()}).logits.float()
+        classes_N[numbers] = logits_BC.nan_to_num(nan=-torch.inf).argmax(dim=1).cpu().numpy()
+    model.train(was_training)
+    return classes_N
+
+
+class Classroom:
+    """The public model in memory, with its tokenizer, and rows of texts for it.
+
+    Args:
+        prepared: of the run.
+    """
+
+    def __init__(self, prepared: Prepared) -> None:
+        """Load the model with the recipe's adapters, and its tokenizer, which may be trained on the public texts.
+
+        Raises:
+            ConfigError: they cannot be loaded, or the start holds private records.
+        """
+        self.prepared = prepared
+        self.tokenizer = load_tokenizer(prepared.model, prepared.prompts[prepared.prompts_data.column("text")])
+        base = load_base_model(prepared.model, self.tokenizer, prepared.num_classes)
+        model = prepare_model(base, prepared.model)
+        declared = check_start(model, None, prepared.model.start_is_independent)
+        self.points = (*prepared.points, *declared)
+        self.base = OneBase(model)
+        self.collator = RowCollator(pad_token_id=self.tokenizer.pad_token_id, task=prepared.model.task)
+
+    def rows(self, records: datasets.Dataset, keep: Sequence[str] = ()) -> datasets.Dataset:
+        """Return the rows of records."""
+        prepared = self.prepared
+        data, task = prepared.recipe.data, prepared.model.task
+        return tokenize_records(records, self.tokenizer, data, keep, task, prepared.num_classes)
+
+    def private_rows(self) -> datasets.Dataset:
+        """Return the rows of the private records, with the ids of their users."""
+        column = self.prepared.recipe.privacy.unit
+        return self.rows(self.prepared.private, [column] if column else [])
+
+    def prompts(self) -> datasets.Dataset:
+        """Return the rows of the public texts, with class 0, which is not read."""
+        return self.rows(self.labelled(np.zeros(len(self.prepared.prompts), dtype=np.int64)))
+
+    def labelled(self, labels_N: Int64Array) -> datasets.Dataset:
+        """Return the public texts that have a label, with it, in the columns of the private records."""
+        prepared, data = self.prepared, self.prepared.recipe.data
+        chosen = np.flatnonzero(labels_N != NO_LABEL)
+        texts = prepared.prompts.select(chosen)[prepared.prompts_data.column("text")]
+        return datasets.Dataset.from_dict({data.column("text"): texts, data.column("label"): labels_N[chosen].tolist()})
+
+    def require_room(self) -> None:
+        """Refuse public texts after which T new tokens have no room.
+
+        Raises:
+            ConfigError: a text is too long, for the model or for a row of the student.
+        """
+        prepared = self.prepared
+        if not prepared.tokens:
+            return
+        new = prepared.new_tokens
+        sees = getattr(self.base.model.config, "max_position_embeddings", None) or prepared.recipe.data.max_length
+        apart = tokens_by_themselves(self.base.model)  # beyond it, a text depends on those beside it
+        limit = min(sees, prepared.recipe.data.max_length, sees if apart is None else apart)
+        for number, row in enumerate(self.encoded_prompts()):
+            if len(row) + new > limit:
+                raise ConfigError(
+                    f"public text {number} has {len(row)} tokens, {len(row) + new} with teach.max_new_tokens={new}, "
+                    f"and a row has room for {limit}: shorten it, lower teach.max_new_tokens, or raise data.max_length"
+                )
+
+    def encoded_prompts(self) -> list[list[int]]:
+        """Return the tokens of each public text, as they begin a row of a record."""
+        encode = TextGenerator(self.base.model, self.tokenizer).encode
+        return [encode(text) for text in self._prompt_texts()]
+
+    def ends(self) -> list[int]:
+        """Return the tokens that end a text."""
+        return TextGenerator(self.base.model, self.tokenizer).ends
+
+    def completed(self, texts: Sequence[Sequence[int]]) -> datasets.Dataset:
+        """Return the public texts that have new tokens, with these, in the columns of the private records.
+
+        Args:
+            texts: new tokens of each public text, as far as they were written.
+        """
+        data, prompts = self.prepared.recipe.data, self._prompt_texts()
+        records = [
+            data.form.record(prompt, self._decoded(row, new)) or {}
+            for prompt, row, new in zip(prompts, self.encoded_prompts(), texts, strict=True)
+            if new
+        ]
+        return datasets.Dataset.from_dict({name: [one[name] for one in records] for name in data.form.required})
+
+    def _prompt_texts(self) -> list[str]:
+        return list(self.prepared.prompts[self.prepared.prompts_data.column("text")])
+
+    def _decoded(self, row: Sequence[int], new: Sequence[int]) -> str:
+        """Return the text of new tokens; tokens at the begin of a text may be decoded without their space."""
+        head, whole = self._text([*row]), self._text([*row, *new])
+        return whole[len(head) :] if whole.startswith(head) else self._text(new)
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+Voted = Callable[[int], None]
+
+
+def labelled_texts(
+    classroom: Classroom, rows: datasets.Dataset, run: QueryRun, say: Callable[[str], None], voted: Voted
+) -> datasets.Dataset:
+    """Return the public texts that got a label, in the columns of the private records.
+
+    Args:
+        classroom: with the model.
+        rows: of the private records.
+        run: the run, which is charged for the labels.
+        say: prints a line.
+        voted: as for `count_votes`.
+    """
+    prepared = classroom.prepared
+    ballots = count_votes(classroom, rows, run, voted)
+    say(f"labelling {prepared.vote.num_prompts:,} public texts by a noisy vote")
+    labels_N = released_labels(prepared.vote, prepared.options.teachers, run, ballots)
+    labelled = classroom.labelled(labels_N)
+    run.fact("labelled public texts", len(labelled))
+    return labelled
+
+
+def count_votes(classroom: Classroom, rows: datasets.Dataset, run: QueryRun, voted: Voted) -> Ballots:
+    """Train every teacher on the rows of its units, and return the counts of their votes, which are private.
+
+    Args:
+        classroom: with the model.
+        rows: of the private records.
+        run: the run; its secret randomness divides the units.
+        voted: called with the number of teachers that have voted, after each.
+    """
+    prepared = classroom.prepared
+    options = prepared.options
+    units = unit_index_of(rows, prepared.recipe.privacy, run.randomness.generator())
+    partition = Partition(prepared.plan.num_units, options.teachers, run.randomness.generator())
+    prompts = classroom.prompts()
+    assert prepared.num_classes is not None, "teachers of tokens write in dpllm.methods.pate.teach"
+
+    def vote_of(teacher: int, rows_of_teacher: Int64Array) -> Int64Array:
+        model = classroom.base.begin()
+        own = rows.select(rows_of_teacher)
+        if len(own):
+            model = train_without_privacy(model, own, classroom.collator, options.train, run.private_folder)
+        classes_N = classes_of(model, prompts, classroom.collator)
+        voted(teacher + 1)
+        return classes_N
+
+    return ballots_of(partition, units, Ballots(len(prompts), prepared.num_classes), vote_of)
+
+
+class Panel:
+    """Teachers that write (`dpllm.methods.pate.votes.Writers`): adapters over one model in memory.
+
+    Each has its own keys and values of the texts so far. Tokens are drawn as argmax(logits + τ·g), with Gumbel noise g
+    that public model and all teachers share: each draws from its own distribution at temperature τ, and models that
+    agree draw the same token (coordinated sampling; Cohen et al., Hot PATE, arXiv:2312.02132). The noise g depends on
+    no record, so a vote is still a function of one teacher's units, of released tokens, and of public numbers.
+
+    The candidates are the tokens with the largest logits + τ·g of the public model. Each teacher names its own best
+    among them. So its vote is never lost, and every token can become a candidate.
+
+    Args:
+        base: the public model at its start, with adapters.
+        teachers: the values of each teacher.
+        prompts: tokens of each public text, one at least.
+        options: candidates and temperature.
+        rng: secret generator of the common random numbers, which are no noise of the release.
+        barred: tokens that no text may have, such as padding.
+        vocabulary: number of the tokenizer's tokens; a model may have unused ones after them.
+    """
+
+    def __init__(
+        self,
+        base: OneBase,
+        teachers: Sequence[State],
+        prompts: Sequence[Sequence[int]],
+        options: TeachConfig,
+        rng: np.random.Generator,
+        barred: Collection[int] = (),
+        vocabulary: int | None = None,
+    ) -> None:
+        """Begin the texts."""
+        self.num_texts, self.num_teachers = len(prompts), len(teachers)
+        self._base, self._teachers, self._options, self._rng = base, teachers, options, rng
+        self._barred, self._vocabulary = sorted(barred), vocabulary
+        model: Any = base.begin().eval()  # nothing that the last teacher's rows chose decides the candidates
+        model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        length = max(map(len, prompts))
+        self._public, *self._own = (
+            Continuation(model, prompts, length, len(prompts)) for _ in range(1 + self.num_teachers)
+        )
+        self._noise_RV: Tensor | None = None
+        self._candidates_RC: Tensor | None = None
+
+    def candidates(self) -> Int64Array:
+        """Return (R, C) the candidates of the next place, from the public model and fresh common random numbers."""
+        self._noise_RV = None
+        scores_RV = self._scores(self._public, None)
+        known = scores_RV.shape[1] - len(self._barred)
+        count = min(self._options.candidates or known, known)
+        self._candidates_RC = scores_RV.topk(count, dim=1).indices
+        return self._candidates_RC.cpu().numpy()
+
+    def vote(self, teacher: int) -> Int64Array:
+        """Return (R,) the candidate with a teacher's highest score: a whole number, also if scores are not finite."""
+        assert self._candidates_RC is not None, "candidates come first"
+        scores_RV = self._scores(self._own[teacher], self._teachers[teacher])
+        return scores_RV.gather(1, self._candidates_RC).argmax(dim=1).cpu().numpy()
+
+    def append(self, tokens_R: Int64Array) -> None:
+        """Append a token to each text, for every teacher."""
+        for rows in (self._public, *self._own):
+            rows.append(torch.as_tensor(tokens_R, device=self._device))
+
+    @property
+    def _device(self) -> Any:
+        return next(self._base.model.parameters()).device
+
+    def _scores(self, rows: Continuation, state: State | None) -> Tensor:
+        """Return (R, V) logits + τ·g of the public model, or of a teacher."""
+        self._base.put(state)
+        ((_, logits_RV),) = rows.logits()
+        wide_RV = logits_RV[:, : self._vocabulary].to(torch.promote_types(logits_RV.dtype, torch.float32)).clone()
+        if self._options.temperature:
+            if self._noise_RV is None:
+                drawn = self._rng.gumbel(scale=self._options.temperature, size=tuple(wide_RV.shape))
+                self._noise_RV = torch.from_numpy(drawn).to(wide_RV)
+            wide_RV += self._noise_RV
+        wide_RV[:, self._barred] = -torch.inf
+        return wide_RV.nan_to_num(nan=-torch.inf, posinf=torch.finfo(wide_RV.dtype).max, neginf=-torch.inf)
+
+
+Trained = Callable[[int], None]
+
+
+def completed_texts(
+    classroom: Classroom, rows: datasets.Dataset, run: QueryRun, say: Callable[[str], None], trained: Trained
+) -> datasets.Dataset:
+    """Return the public texts that were continued, in the columns of the private records.
+
+    Args:
+        classroom: with the model.
+        rows: of the private records.
+        run: the run, which is charged for all tokens that the texts may have.
+        say: prints a line.
+        trained: called with the number of teachers that were trained, after each.
+    """
+    prepared = classroom.prepared
+    options, vote = prepared.options, prepared.vote
+    teachers = trained_teachers(classroom, rows, run, trained)
+    prompts = classroom.encoded_prompts()
+    say(f"continuing {len(prompts):,} public texts by at most {vote.most_labels:,} tokens, each by a noisy vote")
+    votes = TokenVotes(vote, options.teachers, run, options.public_votes)
+    ends, rng = classroom.ends(), run.randomness.generator()
+    barred = {number for number in classroom.tokenizer.all_special_ids if number not in ends}
+    texts: list[list[int]] = []
+    for start in range(0, len(prompts), options.rows_per_pass):
+        part = prompts[start : start + options.rows_per_pass]
+        if not votes.left:
+            texts += [[] for _ in part]
+            continue
+        panel = Panel(classroom.base, teachers, part, options, rng, barred, len(classroom.tokenizer))
+        texts += written_tokens(panel, votes, prepared.new_tokens, ends)
+    completed = classroom.completed(texts)
+    run.fact("completed public texts", len(completed))
+    run.fact("tokens of the completions", sum(map(len, texts)))
+    run.fact("tokens by vote, with those that end a text", vote.most_labels - votes.left)
+    return completed
+
+
+def trained_teachers(classroom: Classroom, rows: datasets.Dataset, run: QueryRun, trained: Trained) -> list[State]:
+    """Train every teacher on the rows of its units, and return their values, which are private.
+
+    Args:
+        classroom: with the model.
+        rows: of the private records.
+        run: the run; its secret randomness divides the units.
+        trained: called with the number of teachers that were trained, after each.
+    """
+    prepared = classroom.prepared
+    options = prepared.options
+    units = unit_index_of(rows, prepared.recipe.privacy, run.randomness.generator())
+    partition = Partition(prepared.plan.num_units, options.teachers, run.randomness.generator())
+    teachers: list[State] = []
+    for teacher in range(options.teachers):
+        model = classroom.base.begin()
+        own = rows.select(partition.rows_of(teacher, units))
+        if len(own):
+            train_without_privacy(model, own, classroom.collator, options.train, run.private_folder)
+        teachers.append(classroom.base.state())
+        trained(teacher + 1)
+    return teachers
+
 
 LABELS_FILE, TEXTS_FILE = "labels.jsonl", "texts.jsonl"
 STUDENT_FOLDER = "student"

@@ -1,14 +1,14 @@
-"""The vote of the teachers: counts of classes or tokens, noise, and the winner (GNMax, confident GNMax).
+"""The vote of the teachers: the division of units, counts of classes or tokens, noise, and the winner (GNMax).
 
-Place in the flow: after the teachers were trained. Papernot et al., Scalable Private Learning with PATE (ICLR 2018,
-arXiv:1802.08908).
+Papernot et al., Scalable Private Learning with PATE (ICLR 2018, arXiv:1802.08908). The run passes models as teachers;
+the audit passes functions that know what they vote.
 
 **One label.** Each teacher names one class of a text. The counts of the classes get N(0, σ²) each, independently, and
 the class with the largest noisy count is released, and nothing else.
 
-**One unit.** It is a unit of one teacher (`dpllm.methods.pate.partition`), and the other teachers neither see it nor
-depend on it: division, starting weights and random numbers of a training do not. Without the unit, or with another one
-in its place, that teacher is another function of its data and may name any class. At most one vote goes from one class
+**One unit.** It is a unit of one teacher (`Partition`), and the other teachers neither see it nor depend on it:
+division, starting weights and random numbers of a training do not. Without the unit, or with a different one in its
+place, that teacher is a different function of its data and may name any class. At most one vote goes from one class
 to another: two counts change by 1, √2 in l2 norm. So removing a unit and replacing one move the counts by the same
 bound, and ε under both adjacencies is the same. With `Query(noise_multiplier=σ/√2, replaced=1)` each label is a
 Gaussian answer, and the composition over texts is exact.
@@ -21,9 +21,10 @@ is bounded: Gaussian answers compose exactly for every such course (Smith and Th
 Gaussian differential privacy, arXiv:2210.17520), since the sum of (Δ/σ)² over all answers is never above that of n
 checks and M labels.
 
-**Tokens** (`dpllm.methods.pate.tokens`). A vote on the next token of a text is a vote on its class: the candidates are
-the public model's, so no record changes them. Each vote follows from earlier releases, as a check does, and the same
-composition holds. The most tokens are fixed beforehand, and all are charged.
+**Tokens** (`written_tokens`). A vote on the next token of a text is a vote on its class. With the same text so far and
+the same candidates, the other teachers vote as before, and the teacher of the unit may name any candidate. The text so
+far is a release, and the candidates are the public model's, so no record changes them. Each vote follows from earlier
+releases, as a check does, and the same composition holds. The most tokens are fixed beforehand, and all are charged.
 
 **Left out.** If most teachers agree, the true loss of a label is far smaller. But an ε computed from the counts depends
 on private records and would have to be smoothed and released with noise itself. No such ε is computed here.
@@ -32,16 +33,70 @@ on private records and would have to be smoothed and released with noise itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dpllm.data.units import Int64Array
+from dpllm.data.units import Int64Array, UnitIndex
 from dpllm.mechanism.events import Event
 from dpllm.mechanism.query import Query
+from dpllm.methods.queries.run import QueryRun
+
+
+class Partition:
+    """The teacher of each unit.
+
+    Guarantee: uniformly random among all divisions in which the numbers of units of two teachers differ by at most one,
+    and independent of the records: it depends on their public number N only. The neighbouring data set, which lacks a
+    unit or has another one in its place, is divided in the same way.
+
+    Args:
+        num_units: N.
+        num_teachers: k.
+        rng: secret generator (`dpllm.methods.queries.run.Randomness.generator`).
+
+    Raises:
+        ValueError: there are more teachers than units.
+
+    >>> Partition(5, 2, np.random.default_rng(0)).sizes.tolist()
+    [3, 2]
+    """
+
+    def __init__(self, num_units: int, num_teachers: int, rng: np.random.Generator) -> None:
+        """Draw the division."""
+        if not 1 <= num_teachers <= num_units:
+            raise ValueError(
+                f"teach.teachers={num_teachers} for {num_units} units: a teacher needs at least one unit. Take fewer "
+                "teachers"
+            )
+        self.num_teachers = num_teachers
+        self.teacher_of = np.empty(num_units, dtype=np.int64)
+        self.teacher_of[rng.permutation(num_units)] = np.arange(num_units) % num_teachers
+        self.teacher_of.setflags(write=False)
+
+    @property
+    def sizes(self) -> Int64Array:
+        """Return (k,): the number of units of each teacher, which is public."""
+        return np.bincount(self.teacher_of, minlength=self.num_teachers)
+
+    def rows_of(self, teacher: int, units: UnitIndex) -> Int64Array:
+        """Return the row numbers of a teacher's units, in the order of the data.
+
+        Args:
+            teacher: 0 to k - 1.
+            units: the rows of each unit.
+
+        Raises:
+            ValueError: the index has another number of units.
+        """
+        if units.num_units != len(self.teacher_of):
+            raise ValueError(f"{len(self.teacher_of)} units were divided, and the rows have {units.num_units}")
+        rows, _ = units.rows_of(np.flatnonzero(self.teacher_of == teacher))
+        return np.sort(np.asarray(rows, dtype=np.int64))
+
 
 VOTE_CHANGE = math.sqrt(2)
 """The largest change of the counts of one text by one unit, in l2 norm: a vote goes from one class to another."""
@@ -162,3 +217,163 @@ class Vote:
             passed_N = counts_NC.max(axis=1) + noise_N >= self.threshold
         within_N = np.cumsum(passed_N) <= self.most_labels  # no label after the last one that is charged
         return np.where(passed_N & within_N, labels_N, NO_LABEL)
+
+
+def ballots_of(
+    partition: Partition, units: UnitIndex, ballots: Ballots, vote_of: Callable[[int, Int64Array], Int64Array]
+) -> Ballots:
+    """Let every teacher vote, each with the rows of its units, and return the counts, which are private.
+
+    Args:
+        partition: the teacher of each unit.
+        units: the rows of each unit.
+        ballots: without a vote.
+        vote_of: from a teacher's number and the numbers of its rows to (N,) the class that it names for each text.
+    """
+    for teacher in range(partition.num_teachers):
+        ballots.add(vote_of(teacher, partition.rows_of(teacher, units)))
+    return ballots
+
+
+def released_labels(vote: Vote, num_teachers: int, run: QueryRun, ballots: Ballots) -> Int64Array:
+    """Charge the vote, add its noise, and return (N,) the label of each public text, `NO_LABEL` where it has none.
+
+    Args:
+        vote: the public numbers of the vote.
+        num_teachers: k.
+        run: its plan has the charges of the vote.
+        ballots: with the votes of all teachers.
+
+    Raises:
+        ValueError: not all teachers have voted, or the charge is not planned.
+    """
+    _require_all(ballots, num_teachers)
+    _charge(vote, run)
+    return _noisy_winners(vote, run, ballots)
+
+
+class TokenVotes:
+    """Votes on tokens, one place of several texts after the other; all that may follow are charged at the begin.
+
+    Guarantee: no more votes are released than are charged. How many places a text has follows from released tokens, so
+    it depends on private records; the charge does not.
+
+    Args:
+        vote: the public numbers of the vote.
+        num_teachers: k.
+        run: its plan has the charges of the vote.
+        public_votes: added to the count of candidate 0, the public model's own token. They depend on no record, and the
+            check of a threshold does not see them.
+
+    Attributes:
+        left: tokens by vote that may still be released.
+    """
+
+    def __init__(self, vote: Vote, num_teachers: int, run: QueryRun, public_votes: float = 0.0) -> None:
+        """Charge all tokens, and all checks."""
+        self._vote, self._num_teachers, self._run, self._public_votes = vote, num_teachers, run, public_votes
+        _charge(vote, run)
+        self.left, self._places = vote.most_labels, vote.num_prompts
+
+    def winners(self, ballots: Ballots) -> Int64Array:
+        """Return (R,) the candidate that wins at the next place of each text, `NO_LABEL` where the check failed.
+
+        Args:
+            ballots: of these places, with the votes of all teachers.
+
+        Raises:
+            ValueError: not all teachers have voted, or there are more places than are charged.
+        """
+        _require_all(ballots, self._num_teachers)
+        places = len(ballots.counts_NC)
+        if places > min(self.left, self._places):
+            raise ValueError(
+                f"{places} tokens were voted on, and {min(self.left, self._places)} that are charged are left: end the "
+                "texts here"
+            )
+        winners_R = _noisy_winners(self._vote, self._run, ballots, self._public_votes)
+        self._places -= places
+        self.left -= int((winners_R != NO_LABEL).sum())
+        return winners_R
+
+
+def _require_all(ballots: Ballots, num_teachers: int) -> None:
+    if ballots.num_voters != num_teachers:
+        raise ValueError(f"{ballots.num_voters} of {num_teachers} teachers have voted")
+
+
+def _charge(vote: Vote, run: QueryRun) -> None:
+    """Charge the most labels or tokens that may be released, and every check."""
+    run.charge(vote.answers, vote.most_labels)
+    if vote.threshold is not None:
+        run.charge(CHECKS, vote.num_prompts)
+
+
+def _noisy_winners(vote: Vote, run: QueryRun, ballots: Ballots, public_votes: float = 0.0) -> Int64Array:
+    """Return (N,) the winner of each vote, with noise of the size that is charged."""
+    stddev, check_stddev = vote.stddevs(run.plan.charge(vote.answers).event.noise_multiplier)
+    noise_NC = run.randomness.gaussian(ballots.counts_NC.shape, stddev)
+    noise_N = run.randomness.gaussian((len(noise_NC),), check_stddev)
+    noise_NC[:, 0] += public_votes
+    return vote.winners(ballots.counts_NC, noise_NC, noise_N)
+
+
+class Writers(Protocol):
+    """The public model and the teachers, with R texts that all of them continue."""
+
+    @property
+    def num_texts(self) -> int:
+        """Return R."""
+        ...
+
+    @property
+    def num_teachers(self) -> int:
+        """Return k."""
+        ...
+
+    def candidates(self) -> Int64Array:
+        """Return (R, C) the tokens that may come next; the public model's own choice is the first.
+
+        They follow from released tokens and from public models and random numbers only. Called once for each place.
+        """
+        ...
+
+    def vote(self, teacher: int) -> Int64Array:
+        """Return (R,) the number of the candidate that a teacher names for each text; called once for each place."""
+        ...
+
+    def append(self, tokens_R: Int64Array) -> None:
+        """Append a token to each text."""
+        ...
+
+
+def written_tokens(writers: Writers, votes: TokenVotes, most: int, ends: Collection[int] = ()) -> list[list[int]]:
+    """Return the tokens that follow each text.
+
+    A text ends before a token that ends texts, after the most tokens, or when no vote is left for it. Where the check
+    of a threshold fails, the public model's own token is taken.
+
+    Args:
+        writers: public model and teachers.
+        votes: charged for all tokens that may follow.
+        most: T, the most tokens of a text.
+        ends: tokens that end a text.
+    """
+    texts: list[list[int]] = [[] for _ in range(writers.num_texts)]
+    going = list(range(writers.num_texts))
+    for _ in range(most):
+        going = going[: votes.left]
+        if not going:
+            break
+        candidates_RC = writers.candidates()
+        ballots = Ballots(len(going), candidates_RC.shape[1])
+        for teacher in range(writers.num_teachers):
+            ballots.add(writers.vote(teacher)[going])
+        winners = votes.winners(ballots)
+        tokens_R = candidates_RC[:, 0].copy()  # of texts that have ended, where nobody reads it
+        tokens_R[going] = candidates_RC[going, np.where(winners == NO_LABEL, 0, winners)]
+        going = [text for text in going if int(tokens_R[text]) not in ends]
+        for text in going:
+            texts[text].append(int(tokens_R[text]))
+        writers.append(tokens_R)
+    return texts

@@ -28,9 +28,9 @@ from dpllm.methods.predict.inputs import (
     secret_groups,
 )
 from dpllm.methods.predict.sampler import GroupSampler, Scoring, TextLimits
-from dpllm.methods.predict.section import PredictConfig
 from dpllm.methods.predict.token_draw import TokenDraw
 from dpllm.methods.queries.run import QueryCommand, QueryRun, begin_from, plan_with
+from dpllm.methods.sections import PredictConfig
 from dpllm.privacy.calibration import least_noise
 from dpllm.privacy.query_plan import QueryPlan, Value
 from dpllm.training.screen import Phases
@@ -51,7 +51,7 @@ _DIGITS = 6
 class TokenPlan:
     """Groups, clip and temperature, and the tokens that they are charged for.
 
-    >>> from dpllm.methods.predict.section import PredictConfig
+    >>> from dpllm.methods.sections import PredictConfig
     >>> TokenPlan.of(PredictConfig(clip=0.5), 1000, 1, 16.0).scoring.temperature
     1.0
     """

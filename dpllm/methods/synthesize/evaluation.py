@@ -1,39 +1,346 @@
-"""Evaluation of synthetic text beside real text: distances, a classifier, lengths, overlap with training records.
+"""Evaluation of synthetic text against real text: distances, a classifier, lengths, overlap with training records.
 
-Place in the flow: after the generation; `dpllm methods evaluate` writes the result. Each figure that reads private text
-(held-out or training records) is an exact result on it, so ε does not cover it: such results go to
-``not_for_release/``, and the data set's ledger lists that they were written.
+`dpllm methods evaluate` writes the result. Each figure that reads private text (held-out or training records) is an
+exact result on it, so ε does not cover it: such results go to ``not_for_release/``, and the data set's ledger lists
+that they were written.
 
 The Fréchet distance and MAUVE are figures of samples: compare them with the distance of two samples of real text of the
-same size, which is not 0 (MAUVE: not 1).
+same size, which is not 0 (MAUVE: not 1). Text of one language shares phrases whoever wrote it: compare the overlap with
+that between the training records and text that the model never saw.
+
+The echo is for a run on data that `dpllm audit prepare` made: whether texts repeat more of the canaries that were
+trained on. About half of them were included by coin flips. Synthetic text from a private model repeats as much of the
+others. The figure is no bound on ε: `dpllm methods texts` computes bounds from the texts, and `dpllm audit run` from
+the model itself.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import linalg
+from scipy import linalg, stats
 
 from dpllm.config import ConfigError
 from dpllm.config.extras import require
-from dpllm.config.values import integer
-from dpllm.methods.synthesize.filters import words_of
-from dpllm.methods.synthesize.overlap import Overlap, overlap
-from dpllm.methods.synthesize.texts import LabelledTexts
+from dpllm.config.values import integer, nearest
+from dpllm.data.readers import read_tables, why_unreadable
+from dpllm.methods.synthesize.texts import LABEL, TEXT, words_of
 from dpllm.privacy.ledger import LEDGER_FILE
 from dpllm.privacy.private_folder import private_path
 from dpllm.report.model_card import add_disclosure
 
 if TYPE_CHECKING:
     from dpllm.methods.synthesize.embeddings import Embedder
+
+
+TEXTS_NAMES = ("texts.jsonl", "texts.parquet")
+"""Names of the file with the texts in the folder of a synthetic data set."""
+_TEXT_COLUMNS = (TEXT, "completion", "ref", "sentence")
+
+
+@dataclass(frozen=True)
+class LabelledTexts:
+    """Some texts, each with its label if they have labels.
+
+    Raises:
+        ConfigError: there is no text.
+    """
+
+    name: str
+    """For tables."""
+    texts: tuple[str, ...]
+    labels: tuple[str, ...] | None = None
+    """(len(texts),) None: they have none."""
+
+    def __post_init__(self) -> None:
+        """Check that there is a text."""
+        if not self.texts:
+            raise ConfigError(f"{self.name} holds no text: give a file with texts")
+
+    def part(self, numbers: Sequence[int]) -> LabelledTexts:
+        """Return the texts with these numbers."""
+        labels = None if self.labels is None else tuple(self.labels[number] for number in numbers)
+        return LabelledTexts(self.name, tuple(self.texts[number] for number in numbers), labels)
+
+
+def texts_file(path: str | Path) -> Path:
+    """Return the file of texts: the path itself, or the file in the folder of a synthetic data set.
+
+    Raises:
+        ConfigError: there is none, or it ends in an unknown way.
+    """
+    path = Path(path)
+    if path.is_dir():
+        found = next((path / name for name in TEXTS_NAMES if (path / name).is_file()), None)
+        if found is None:
+            raise ConfigError(f"{path} holds neither {' nor '.join(TEXTS_NAMES)}: give a file of texts")
+        return found
+    if not path.is_file():
+        raise ConfigError(f"{path}: there is no such file or folder")
+    reason = why_unreadable(path)
+    if reason is not None:
+        raise ConfigError(f"{path}: cannot be read: {reason}")
+    return path
+
+
+def read_texts(
+    path: str | Path, text_column: str | None = None, label_column: str | None = None, name: str | None = None
+) -> LabelledTexts:
+    """Read texts, and their labels if there are any.
+
+    Args:
+        path: a file, or the folder of a synthetic data set.
+        text_column: None: "text", or another usual name.
+        label_column: None: "label", if there is one.
+        name: for tables; None: the path.
+
+    Raises:
+        ConfigError: no such file or column; a text is none. The message has its number and not its text.
+    """
+    file = texts_file(path)
+    texts: list[Any] = []
+    labels: list[Any] = []
+    for table in read_tables(file):
+        names = table.column_names
+        chosen = text_column or next((one for one in _TEXT_COLUMNS if one in names), None)
+        chosen = chosen or (names[0] if len(names) == 1 else None)
+        if chosen is None or chosen not in names:
+            asked = f"no column '{chosen}'{nearest(chosen, names) or '.'}" if chosen else "no column named text."
+            raise ConfigError(f"{file}: {asked} It has {', '.join(names)}: name the column of texts")
+        if label_column is not None and label_column not in names:
+            raise ConfigError(
+                f"{file}: no column '{label_column}'{nearest(label_column, names) or '.'} It has {', '.join(names)}: "
+                "name the column of labels"
+            )
+        texts += table.column(chosen).to_pylist()
+        known = label_column or (LABEL if LABEL in names else None)
+        labels += table.column(known).to_pylist() if known is not None else []
+    wrong = next((number for number, text in enumerate(texts) if not isinstance(text, str)), None)
+    if wrong is not None:
+        raise ConfigError(f"{file}: record {wrong} has no text: fill it in, or remove it")
+    missing = next((number for number, label in enumerate(labels) if label is None), None)
+    if missing is not None and label_column is not None:
+        raise ConfigError(f"{file}: record {missing} has no label: fill it in, or remove it")
+    own = tuple(map(str, labels)) if labels and missing is None else None
+    return LabelledTexts(name or str(path), tuple(texts), own)
+
+
+Words = Sequence[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlap:
+    """What two sets of texts share, word for word."""
+
+    ngram: int
+    """n."""
+    shared: float
+    """Share of the different n-grams of the texts that are in the others; 0 if they have none."""
+    longest_median: float
+    """Median over the texts of the longest run of words that is in one of the others."""
+    longest: int
+    """The longest such run of all texts, in words."""
+    whole: float
+    """Share of the texts that are in the others as a whole."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        return dict(vars(self))
+
+
+class Runs:
+    """The runs of words of some texts, and which of them other texts have too.
+
+    A suffix automaton (Blumer et al. 1985) of the texts, one after the other. Others are read one by one and not
+    kept, so memory grows with the texts only, and time with the words of both.
+
+    >>> runs = Runs([["the", "red", "dog", "sleeps"], ["barks", "one"]])
+    >>> runs.mark(["a", "red", "dog", "barks"])
+    >>> runs.mark(["one", "dog", "sleeps"])
+    >>> runs.longest()
+    [2, 1]
+    """
+
+    def __init__(self, texts: Sequence[Words]) -> None:
+        """Build the automaton; a separator that no text has keeps runs within one text."""
+        self._texts = texts
+        self._next: list[dict[str, int]] = [{}]
+        self._link, self._length = [-1], [0]
+        last = 0
+        for number, words in enumerate(texts):
+            for word in (*words, f"\0{number}"):
+                last = self._extend(last, word)
+        self._marked = [0] * len(self._length)
+
+    def mark(self, words: Words) -> None:
+        """Note the runs of another text."""
+        state, length = 0, 0
+        for word in words:
+            while state and word not in self._next[state]:
+                state = self._link[state]
+                length = self._length[state]
+            if word in self._next[state]:
+                state, length = self._next[state][word], length + 1
+            self._marked[state] = max(self._marked[state], length)
+
+    def longest(self) -> list[int]:
+        """Return for each text the length of its longest run that one of the others has."""
+        marked = list(self._marked)
+        for state in sorted(range(1, len(marked)), key=self._length.__getitem__, reverse=True):
+            if marked[state]:  # then its shorter suffixes were found too
+                marked[self._link[state]] = self._length[self._link[state]]
+        found = []
+        for words in self._texts:
+            state, most = 0, 0
+            for word in words:
+                state = self._next[state][word]
+                longest = state
+                while longest and not marked[longest]:
+                    longest = self._link[longest]
+                most = max(most, marked[longest] if longest else 0)
+            found.append(most)
+        return found
+
+    def _extend(self, last: int, word: str) -> int:
+        new = self._state(self._length[last] + 1, {}, 0)
+        place = last
+        while place != -1 and word not in self._next[place]:
+            self._next[place][word] = new
+            place = self._link[place]
+        if place == -1:
+            return new
+        found = self._next[place][word]
+        if self._length[found] == self._length[place] + 1:
+            self._link[new] = found
+            return new
+        copy = self._state(self._length[place] + 1, dict(self._next[found]), self._link[found])
+        while place != -1 and self._next[place].get(word) == found:
+            self._next[place][word] = copy
+            place = self._link[place]
+        self._link[found] = self._link[new] = copy
+        return new
+
+    def _state(self, length: int, following: dict[str, int], link: int) -> int:
+        self._next.append(following)
+        self._length.append(length)
+        self._link.append(link)
+        return len(self._length) - 1
+
+
+def overlap(texts: Sequence[str], others: Iterable[str], ngram: int = 8) -> Overlap:
+    """Compare texts with others, word for word; case and punctuation do not matter.
+
+    Args:
+        texts: at least one.
+        others: such as the training records; read once.
+        ngram: n, the number of words of a shared phrase.
+
+    >>> overlap(["a red dog ran", "he slept"], ["A red dog sat.", "He slept!"], ngram=3)
+    Overlap(ngram=3, shared=0.5, longest_median=2.5, longest=3, whole=0.5)
+    """
+    own = [words_of(text) for text in texts]
+    grams = {gram for words in own for gram in _ngrams(words, ngram)}
+    wholes = {tuple(words) for words in own}
+    shared: set[tuple[str, ...]] = set()
+    same: set[tuple[str, ...]] = set()
+    runs = Runs(own)
+    for other in others:
+        words = words_of(other)
+        shared.update(gram for gram in _ngrams(words, ngram) if gram in grams)
+        if tuple(words) in wholes:
+            same.add(tuple(words))
+        runs.mark(words)
+    longest = runs.longest()
+    return Overlap(
+        ngram=ngram,
+        shared=len(shared) / len(grams) if grams else 0.0,
+        longest_median=float(median(longest)),
+        longest=max(longest),
+        whole=fmean(tuple(words) in same for words in own),
+    )
+
+
+def _ngrams(words: Words, n: int) -> Iterator[tuple[str, ...]]:
+    return (tuple(words[start : start + n]) for start in range(len(words) - n + 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Echo:
+    """Longest runs of words that canaries share with synthetic texts."""
+
+    included: int
+    """Canaries that were trained on."""
+    left_out: int
+    """Canaries that were not."""
+    run_included: float
+    """Median over the included ones of the longest run, in words."""
+    run_left_out: float
+    """The same of the others."""
+    auroc: float
+    """Probability that an included canary has a longer run than one that was left out, ties counted half; 0.5 without
+    memory."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        return dict(vars(self))
+
+    def __str__(self) -> str:
+        return (
+            f"Canaries: the longest run of words in the texts has a median of {self.run_included:g} words for the "
+            f"{self.included:,} that were trained on, and of {self.run_left_out:g} for the {self.left_out:,} that were "
+            f"not; AUROC {self.auroc:.3f} (0.5: no memory)."
+        )
+
+
+def echo(texts: Sequence[str], canaries: Sequence[str], included: Sequence[bool]) -> Echo:
+    """Compare canaries that were trained on with those that were not, by their longest run in texts.
+
+    Args:
+        texts: synthetic.
+        canaries: their texts.
+        included: (len(canaries),) their coins.
+
+    Raises:
+        ConfigError: all were included, or none.
+
+    >>> echo(["a red fox ran home"], ["my red fox ran", "one old dog sat"], [True, False]).auroc
+    1.0
+    """
+    coins = np.asarray(included, dtype=bool)
+    if coins.all() or not coins.any():
+        raise ConfigError("the canaries are all included or all left out, so there is nothing to compare them with")
+    longest = longest_runs(texts, canaries)
+    ranks = stats.rankdata(longest)
+    inside = int(coins.sum())
+    above = float(ranks[coins].sum()) - inside * (inside + 1) / 2
+    return Echo(
+        included=inside,
+        left_out=len(coins) - inside,
+        run_included=float(median(longest[coins].tolist())),
+        run_left_out=float(median(longest[~coins].tolist())),
+        auroc=above / (inside * (len(coins) - inside)),
+    )
+
+
+def longest_runs(texts: Sequence[str], canaries: Sequence[str]) -> NDArray[np.float64]:
+    """Return (len(canaries),) the number of words in each canary's longest run that a text has too.
+
+    >>> longest_runs(["a red fox ran home"], ["my red fox ran", "one old dog sat"]).tolist()
+    [3.0, 0.0]
+    """
+    runs = Runs([words_of(canary) for canary in canaries])
+    for text in texts:
+        runs.mark(words_of(text))
+    return np.asarray(runs.longest(), dtype=np.float64)
+
 
 Floats = NDArray[np.float64]
 SEED = 20240229

@@ -50,8 +50,7 @@ def tune(
     which must be public. The same command continues a tuning that was interrupted.
     """
     environment = dict(os.environ)  # of the runs; the libraries that check the recipe write into this process's own
-    from dpllm.methods.tune.search import load_search
-    from dpllm.methods.tune.tune import prepare
+    from dpllm.methods.tune.tune import load_search, prepare
     from dpllm.methods.tune.tune import tune as take
 
     prepared = prepare(recipe, overrides or (), load_search(search))

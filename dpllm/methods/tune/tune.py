@@ -1,13 +1,23 @@
-"""A private tuning: draw the runs, take all of them, and release the best.
+"""A private tuning: draw the runs, take all of them, and release the best; and its search file and its check.
 
-Place in the flow: above everything that one run needs; `dpllm methods tune` calls it. The order is that of the theorem
-(`dpllm.mechanism.selection`): the budget is charged, then the number of runs K and the candidate of each are drawn by
-the operating system's generator and written to the disk, then all K runs are taken. A restart takes the same draws
-again and continues. A run that fails counts, with the worst score, and is not repeated. Nothing stops the runs because
-one of them was good enough.
+The order is that of the theorem (`dpllm.mechanism.selection`): the budget is charged, then the number of runs K and the
+candidate of each are drawn by the operating system's generator and written to the disk, then all K runs are taken. A
+restart takes the same draws again and continues. A run that fails counts, with the worst score, and is not repeated.
+Nothing stops the runs because one of them was good enough.
 
 K, the other runs and all scores are private. They stay in the folder `not_for_release`; the selected model is copied
-into the folder `released`.
+into the folder `released`. `dpllm verify` checks the private folder (`verify_tuning`). Whoever has only the released
+folder cannot see the number of runs, and verifies the report there.
+
+The search file lists the distribution of the number of runs, and the candidates, which are public and fixed before the
+runs:
+
+    runs: {kind: logarithmic, mean: 10}
+    candidates:
+      train.learning_rate: [1.0e-3, 3.0e-3, 1.0e-2]
+      privacy.clip_norm: [0.3, 1.0]
+
+All combinations of the values are candidates, and each run draws one of them uniformly.
 """
 
 from __future__ import annotations
@@ -15,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -29,13 +40,15 @@ from dpllm.config import PRETRAINED_FOLDER, ConfigError, Recipe, load_recipe, sa
 from dpllm.config.recipe import refuse_trainer
 from dpllm.config.recipe_file import recipe_to_dict
 from dpllm.config.tasks import TASKS
+from dpllm.config.values import nearest
 from dpllm.config.versions import code_version
+from dpllm.config.yaml12 import read_yaml
 from dpllm.data.rows import load_train_and_eval, unit_index_of
 from dpllm.mechanism.catalogue import to_fields
+from dpllm.mechanism.parts import Spec
 from dpllm.mechanism.selection import Selection
 from dpllm.methods.tune import RECORD_FILE, RELEASED_FOLDER
-from dpllm.methods.tune.record import DrawnRun, Record, TuningError, create_record, open_record
-from dpllm.methods.tune.search import Search, overrides_of
+from dpllm.methods.tune.record import DrawnRun, Record, TuningError, create_record, open_record, read_record
 from dpllm.privacy.budget import BudgetError, charge, entry_of, mark, read_budget, settle
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, is_being_written, read_ledger
 from dpllm.privacy.ledger_reader import LedgerHead
@@ -45,10 +58,103 @@ from dpllm.privacy.run_folder import is_finished
 from dpllm.report.definition import SELECTED
 from dpllm.report.model_card import note_selected
 from dpllm.report.publishing import files_to_publish
-from dpllm.report.verify import verify
+from dpllm.report.verify import Check, Verification, verify
 from dpllm.training.arguments import plan_for, training_arguments
 from dpllm.training.preflight import check_recipe, to_plan
 from dpllm.training.proposals import proposals
+
+MAX_CANDIDATES = 10_000
+_SECTIONS = ("model.", "train.", "public_pretrain.train.")
+_OTHERS = ("privacy.clip_norm", "privacy.clipping")
+_REFUSED = (
+    *(
+        "model.task",
+        "model.start_is_independent",
+        "train.output_dir",
+        "train.resume_from_checkpoint",
+        "train.report_to",
+        "train.logging_dir",
+    ),
+    *("train.push_to_hub", "train.hub_model_id", "train.hub_strategy", "train.hub_token", "train.run_name"),
+)
+
+
+@dataclass(frozen=True)
+class Search:
+    """A search file as it was read.
+
+    Raises:
+        ConfigError: a key may not be searched over, or has no values.
+    """
+
+    selection: Selection
+    """The distribution of the number of runs."""
+    values: Mapping[str, tuple[Any, ...]]
+    """The values of each key of the recipe, as a dotted path."""
+
+    def __post_init__(self) -> None:
+        """Check the keys and the number of candidates."""
+        number = 1
+        for key, values in self.values.items():
+            if key in _REFUSED or not (key in _OTHERS or key.startswith(_SECTIONS)):
+                raise ConfigError(
+                    f"candidates.{key} cannot be searched over: a search varies keys of {', '.join(_SECTIONS)} and "
+                    f"{', '.join(_OTHERS)}, since all runs need the same data and the same ε, and their results stay "
+                    "in one folder. Set it in the recipe"
+                )
+            if not values:
+                raise ConfigError(f"candidates.{key} has no values: write a list, such as {key}: [0.1, 0.3]")
+            number *= len(values)
+        if number > MAX_CANDIDATES:
+            raise ConfigError(f"the search has {number:,} candidates, more than {MAX_CANDIDATES:,}: give fewer values")
+
+    @property
+    def candidates(self) -> list[dict[str, Any]]:
+        """All combinations of the values, in a fixed order."""
+        return [dict(zip(self.values, chosen, strict=True)) for chosen in itertools.product(*self.values.values())]
+
+
+def load_search(path: str | Path) -> Search:
+    """Read a search file.
+
+    Raises:
+        ConfigError: it cannot be read, or a key is missing, unknown or out of range.
+    """
+    try:
+        raw = read_yaml(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error})") from error
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    known = ("runs", "candidates")
+    if not isinstance(raw, dict) or set(raw) != set(known):
+        unknown = [key for key in raw if key not in known] if isinstance(raw, dict) else []
+        hint = f"; {unknown[0]!r} is unknown{nearest(str(unknown[0]), known)}" if unknown else ""
+        raise ConfigError(f"{path}: a search has the sections runs and candidates{hint}")
+    candidates = raw["candidates"]
+    if not isinstance(candidates, dict) or not candidates:
+        raise ConfigError(f"{path}: candidates must be a mapping from keys of the recipe to lists of values")
+    for key, values in candidates.items():
+        if not isinstance(values, list):
+            raise ConfigError(f"{path}: candidates.{key} must be a list of values, got {values!r}")
+    try:
+        selection = Selection.of(Spec.of(raw["runs"]))
+    except ValueError as error:
+        raise ConfigError(f"{path}: runs: {str(error).replace('selection', 'runs')}") from error
+    try:
+        return Search(selection, {str(key): tuple(values) for key, values in candidates.items()})
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def overrides_of(candidate: Mapping[str, Any]) -> list[str]:
+    """Return the overrides of a recipe that set a candidate's values.
+
+    >>> overrides_of({"train.learning_rate": 0.003})
+    ['train.learning_rate=0.003']
+    """
+    return [f"{key}={json.dumps(value)}" for key, value in candidate.items()]
+
 
 _PARTIAL = f"{RELEASED_FOLDER}.partial"
 Runner = Callable[[Path, Path], int]
@@ -415,3 +521,86 @@ def _of(plan: PrivacyPlan, name: str) -> object:
     if name == "event":  # its clip norm does not change ε
         return value.rounds(plan.num_steps)
     return [(event.rounds(count)) for event, count in value] if name == "history" else value
+
+
+_WHOLE = "the record of the tuning is there and its lines are chained"
+
+
+def verify_tuning(folder: str | Path) -> Verification:
+    """Check the record of a tuning, its runs, the choice of the released run, and the released folder.
+
+    Args:
+        folder: of a tuning.
+    """
+    folder = Path(folder)
+    try:
+        record = read_record(folder / RECORD_FILE)
+    except TuningError as error:
+        return Verification(folder, (Check(_WHOLE, False, str(error)),))
+    checks = [Check(_WHOLE, True, f"drawn runs: {len(record.runs)} (private)")]
+    checks += [_charged(record), _complete(record), _scores(record), _best(record)]
+    released = folder / RELEASED_FOLDER
+    if record.is_decided and record.selected is not None:
+        checks.append(_own(record, released))
+        checks += verify(released).checks
+    elif released.exists():
+        checks.append(Check("a model is released only after the choice", False, f"{released} exists"))
+    return Verification(folder, tuple(checks))
+
+
+def _charged(record: Record) -> Check:
+    what = "the draws are those that the budget was charged for"
+    if record.draws["budget"] is None:
+        return Check(what, None, "no budget file")
+    try:
+        require_charged_draws(record)
+    except (BudgetError, OSError) as error:
+        return Check(what, False, str(error))
+    return Check(what, True, f"entry {record.draws['budget']['entry']}")
+
+
+def _complete(record: Record) -> Check:
+    what = "every run that was drawn has ended"
+    left = [run.folder for number, run in enumerate(record.runs) if number not in record.scores]
+    if left:
+        return Check(what, False, f"{len(left)} have not: release nothing before `dpllm methods tune` has taken them")
+    return Check(what, True, f"{len(record.scores)} runs, failed ones included")
+
+
+def _scores(record: Record) -> Check:
+    what = "each score is that of its run's ledger"
+    wrong = []
+    for number, score in record.scores.items():
+        if score is None:
+            continue
+        try:
+            found = score_in(record.folder_of(number), record.draws["selected"])
+        except TuningError as error:
+            return Check(what, False, str(error))
+        if found != score:
+            wrong.append(f"{record.runs[number].folder} has {found} and was noted with {score}")
+    return Check(what, not wrong, "; ".join(wrong) or "as noted")
+
+
+def _best(record: Record) -> Check:
+    what = "the released run has the best score"
+    if not record.is_decided:
+        return Check(what, None, "no run is released yet")
+    scores = [score for score in record.scores.values() if score is not None]
+    if record.selected is None:
+        return Check(what, not scores, "no run is released" + (", but one has a score" if scores else ": all failed"))
+    chosen = record.scores.get(record.selected)
+    if chosen is None or chosen != max(scores):
+        return Check(what, False, f"its score is {chosen}, and the best one is {max(scores, default=None)}")
+    return Check(what, True, f"score {chosen:g} (private)")
+
+
+def _own(record: Record, released: Path) -> Check:
+    """Whether the released ledger is that of the selected run."""
+    what, number = "the released model is that of the selected run", record.selected
+    assert number is not None
+    try:
+        mine, there = (run_of(place) for place in (record.folder_of(number), released))
+    except LedgerError as error:
+        return Check(what, False, str(error))
+    return Check(what, mine == there, f"run {there}" + ("" if mine == there else f", and the selected one is {mine}"))

@@ -17,8 +17,7 @@ from dpllm.cli.program import app
 from dpllm.config import ConfigError
 from dpllm.config.recipe_file import load_query_recipe
 from dpllm.methods.aggregate import aggregate as module
-from dpllm.methods.aggregate.aggregate import ask_groups, charge_name, plan_aggregate
-from dpllm.methods.predict.asking import Asker
+from dpllm.methods.aggregate.aggregate import Asker, ask_groups, charge_name, plan_aggregate
 from dpllm.methods.predict.inputs import read_records
 from dpllm.methods.queries.run import Randomness
 from dpllm.privacy.accounting import epsilon

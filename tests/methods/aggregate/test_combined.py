@@ -1,4 +1,4 @@
-"""Tests of dpllm.methods.aggregate.combined: one group's answer moves a sum by Δ at most, and rare answers stay
+"""Tests of dpllm.methods.aggregate.combination: one group's answer moves a sum by Δ at most, and rare answers stay
 hidden."""
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ import math
 import pytest
 from scipy import stats
 
-from dpllm.methods.aggregate.combined import ANSWERED, STEPS, Mean, OpenVotes, Votes
-from dpllm.methods.aggregate.thresholded import ThresholdedCounts
+from dpllm.methods.aggregate.combination import ANSWERED, STEPS, Mean, OpenVotes, ThresholdedCounts, Votes
 from dpllm.methods.queries.run import Randomness
 from dpllm.privacy.accounting import epsilon
 from tests.mutations import kills
@@ -39,13 +38,13 @@ def sums(way, answers):
 
 @kills(
     "the number that a group answers is not clipped to its range",
-    "dpllm/methods/aggregate/combined.py",
+    "dpllm/methods/aggregate/combination.py",
     'value = min(max(float(found[0].replace(",", "")), self.low), self.high)',
     'value = min(float(found[0].replace(",", "")), 1e300)',
 )
 @kills(
     "whether a group gave a number moves the sums by more than the noise is for",
-    "dpllm/methods/aggregate/combined.py",
+    "dpllm/methods/aggregate/combination.py",
     "ANSWERED = math.isqrt(3 * STEPS * STEPS)",
     "ANSWERED = 4 * STEPS",
 )
@@ -79,7 +78,7 @@ def test_the_mean_is_that_of_the_groups_that_gave_a_number():
 
 @kills(
     "the noise of votes is that of a vote which one answer gains and none loses",
-    "dpllm/methods/aggregate/combined.py",
+    "dpllm/methods/aggregate/combination.py",
     "VOTE_CHANGE = math.sqrt(2)",
     "VOTE_CHANGE = 1.0",
 )
@@ -114,7 +113,7 @@ def test_the_counts_of_listed_answers_are_released_with_the_largest():
 
 @kills(
     "open answers are released whatever their counts are",
-    "dpllm/methods/aggregate/combined.py",
+    "dpllm/methods/aggregate/combination.py",
     "if pair[1] >= least",
     "if True",
 )

@@ -1,11 +1,11 @@
-"""Tests of dpllm.methods.aggregate.section: what is no question is refused by name."""
+"""Tests of dpllm.methods.sections: what is no question is refused by name."""
 
 from __future__ import annotations
 
 import pytest
 
 from dpllm.config import ConfigError
-from dpllm.methods.aggregate.section import AggregateConfig, Question
+from dpllm.methods.sections import AggregateConfig, Question
 
 NUMBER = {"name": "stars", "ask": "How many?", "kind": "number", "low": 1, "high": 5}
 CHOICE = {"name": "side", "ask": "Which?", "kind": "choice", "answers": ["left", "right"]}

@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 
 from dpllm.mechanism.query import Query
-from dpllm.methods.aggregate.thresholded import ThresholdedCounts
+from dpllm.methods.aggregate.combination import ThresholdedCounts
 from dpllm.privacy import comparison
 from dpllm.privacy.accounting import delta, epsilon
 from tests.mutations import kills
@@ -62,7 +62,7 @@ def test_the_exact_loss_is_within_the_delta(counts, neighbour, adjacency):
 
 @kills(
     "the threshold of open answers is no part of δ",
-    "dpllm/methods/aggregate/thresholded.py",
+    "dpllm/methods/aggregate/combination.py",
     "return [(_with_failure(pmf, count, beta), times) for",
     "return [(pmf, times) for",
 )

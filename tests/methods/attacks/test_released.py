@@ -8,7 +8,7 @@ from transformers import LlamaForCausalLM
 from dpllm.audit.bounds import AuditError
 from dpllm.config import load_recipe, recipe_to_dict, save_recipe
 from dpllm.data.rows import train_tokenizer
-from dpllm.methods.attacks.released import draw_sample, load_causal_model, load_released, record_key, starting_point
+from dpllm.methods.attacks.attacks import draw_sample, load_causal_model, load_released, record_key, starting_point
 from dpllm.privacy.ledger import Ledger
 from dpllm.privacy.plan import make_plan
 from tests.conftest import tiny_llama_config

@@ -1,4 +1,4 @@
-"""Tests of dpllm.methods.attacks.texts: canaries that a released data set repeats, or does not."""
+"""Tests of dpllm.methods.attacks.exposure: canaries that a released data set repeats, or does not."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 from dpllm.audit.bounds import AuditError
 from dpllm.audit.canaries import CANARIES_FILE, CanarySet
 from dpllm.cli.program import app
-from dpllm.methods.attacks.texts import audit_texts
+from dpllm.methods.attacks.exposure import audit_texts
 from dpllm.methods.queries.run import QueryRun, prior_release
-from dpllm.methods.synthesize.overlap import longest_runs
+from dpllm.methods.synthesize.evaluation import longest_runs
 from dpllm.privacy.query_plan import QueryPlan
 from dpllm.report.verify import verify
 from tests import tiers

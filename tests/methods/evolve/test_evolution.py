@@ -12,7 +12,7 @@ from dpllm.config import ConfigError
 from dpllm.config.yaml12 import write_yaml
 from dpllm.methods.evolve.evolution import DECLARED, Evolution, PrivateRecords, evolve
 from dpllm.methods.synthesize.embeddings import Embedder, load_embedder
-from dpllm.methods.synthesize.making import Wanted
+from dpllm.methods.synthesize.texts import Wanted
 from dpllm.models.generation import Sampling
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.plan import PLAN_FILE

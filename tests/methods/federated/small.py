@@ -6,10 +6,9 @@ import numpy as np
 import torch
 
 from dpllm import PrivacyConfig, make_plan
-from dpllm.methods.federated.local import SharedWeights
-from dpllm.methods.federated.participant import Participant
-from dpllm.methods.federated.rounds import Rounds
-from dpllm.methods.federated.transport import InMemory
+from dpllm.methods.federated.client import Participant, SharedWeights
+from dpllm.methods.federated.run import Rounds
+from dpllm.methods.federated.secure import InMemory
 from tests.memory_ledger import MemoryLedger
 
 SIZE = 40

@@ -12,10 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from dpllm.config import ConfigError
 from dpllm.data.rows import RowCollator
-from dpllm.methods.federated.local import LocalTraining, SharedWeights
-from dpllm.methods.federated.participant import Participant, bounded
-from dpllm.methods.federated.section import FederateConfig
+from dpllm.methods.federated.client import LocalTraining, Participant, SharedWeights, bounded
 from dpllm.methods.federated.secure import ProtocolError
+from dpllm.methods.sections import FederateConfig
 from tests.methods.federated.small import plan_of
 from tests.mutations import kills
 
@@ -151,7 +150,7 @@ def request_of(plan, changes):
 
 @kills(
     "a client answers a server with another plan",
-    "dpllm/methods/federated/participant.py",
+    "dpllm/methods/federated/client.py",
     'if request["plan"] != self._plan.hash:',
     "if False:",
 )

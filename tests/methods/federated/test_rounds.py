@@ -9,9 +9,9 @@ import pytest
 from scipy import stats
 
 from dpllm.config import ConfigError
-from dpllm.methods.federated.local import SharedWeights
-from dpllm.methods.federated.rounds import Rounds, against_the_server, require_federated, words_about_the_server
-from dpllm.methods.federated.transport import DroppingOut, InMemory
+from dpllm.methods.federated.client import SharedWeights
+from dpllm.methods.federated.run import Rounds, against_the_server, require_federated, words_about_the_server
+from dpllm.methods.federated.secure import DroppingOut, InMemory
 from dpllm.privacy.accounting import epsilon
 from tests.memory_ledger import MemoryLedger
 from tests.methods.federated.small import SIZE, Vector, plan_of, rounds_of
@@ -41,7 +41,7 @@ def moved(model):
 
 @kills(
     "the cohort of a federated round has a fixed size",
-    "dpllm/methods/federated/rounds.py",
+    "dpllm/methods/federated/run.py",
     "plan.mechanism.sampler.steps(secret_rng())",
     "iter(lambda: secret_rng().permutation(plan.num_units)[: plan.expected_batch_size], None)",
 )
@@ -62,7 +62,7 @@ def test_a_cohort_is_a_poisson_sample_of_all_clients():
 
 @kills(
     "the sum of a federated round is divided by the realised cohort",
-    "dpllm/methods/federated/rounds.py",
+    "dpllm/methods/federated/run.py",
     "mean = total / self._plan.expected_batch_size",
     "mean = total / max(1, len(drawn))",
 )
@@ -80,7 +80,7 @@ def test_the_sum_is_divided_by_the_public_size():
 
 @kills(
     "the update of a client is not bounded",
-    "dpllm/methods/federated/participant.py",
+    "dpllm/methods/federated/client.py",
     "return update if size <=",
     "return update if size >",
 )
@@ -99,7 +99,7 @@ def test_no_client_moves_the_sum_by_more_than_the_clip_norm(secure):
 
 @kills(
     "a trusted server adds no noise to the sum of the updates",
-    "dpllm/methods/federated/rounds.py",
+    "dpllm/methods/federated/run.py",
     "self._noise.add_share_(",
     "(lambda *_, **__: None)(",
 )

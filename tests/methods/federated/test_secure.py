@@ -7,8 +7,7 @@ import pytest
 from scipy import stats
 
 from dpllm.methods.federated import secure
-from dpllm.methods.federated.secure import ProtocolError, divide, recover, secure_sum
-from dpllm.methods.federated.transport import DroppingOut, InMemory
+from dpllm.methods.federated.secure import DroppingOut, InMemory, ProtocolError, divide, recover, secure_sum
 from tests.mutations import kills
 
 

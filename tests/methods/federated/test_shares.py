@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dpllm.methods.federated.shares import Shares
+from dpllm.methods.federated.client import Shares
 from tests.methods.federated.small import plan_of
 from tests.mutations import kills
 
@@ -34,7 +34,7 @@ def test_a_sum_modulo_2_64_is_read_as_the_sum():
 
 @kills(
     "clients share the noise of a round among the whole cohort, so that dropouts take their part with them",
-    "dpllm/methods/federated/shares.py",
+    "dpllm/methods/federated/client.py",
     "math.sqrt(event.min_batch_size)",
     "math.sqrt(event.max_batch_size)",
 )

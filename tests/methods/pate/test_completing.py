@@ -8,8 +8,6 @@ import torch
 
 from dpllm.config import ConfigError
 from dpllm.config.recipe_file import load_query_recipe
-from dpllm.methods.pate import classroom as rooms
-from dpllm.methods.pate import completing, trainings
 from dpllm.methods.pate import teach as teaching
 from dpllm.methods.pate.prepare import prepare
 from dpllm.methods.pate.votes import TOKENS, VOTE_CHANGE, Ballots
@@ -33,7 +31,7 @@ def _course(folder, monkeypatch, records):
     """
     votes, counts, draws = [], [], []
     with monkeypatch.context() as patch:
-        patch.setattr(trainings, "fresh_seed", lambda: 1)
+        patch.setattr(teaching, "fresh_seed", lambda: 1)
         patch.setattr(Randomness, "generator", lambda self: np.random.default_rng(5))
 
         def gaussian(self, shape, stddev):
@@ -54,10 +52,10 @@ def _course(folder, monkeypatch, records):
         path = write_token_recipe(folder, records=records, teach=teach, model={"adapter": None})
         prepared = prepare(load_query_recipe(path, (), "teach"))
         torch.manual_seed(0)
-        classroom = rooms.Classroom(prepared)
-        classroom.base = trainings.OneBase(classroom.base.model.double())
+        classroom = teaching.Classroom(prepared)
+        classroom.base = teaching.OneBase(classroom.base.model.double())
         with begin_from(prepared.recipe, prepared.plan) as run:
-            texts = completing.completed_texts(classroom, classroom.private_rows(), run, _quiet, _quiet)
+            texts = teaching.completed_texts(classroom, classroom.private_rows(), run, _quiet, _quiet)
     return np.array(votes).reshape(PLACES, TEACHERS, TEXTS), np.array(counts), texts.to_list()
 
 
@@ -113,7 +111,7 @@ def test_completions_are_in_the_columns_of_the_records(writing_school, tmp_path)
     records = [{"prompt": f"{WORDS[n]}:", "completion": f" {WORDS[n % 5]} man"} for n in range(12)]
     prompts = [{"prompt": "seven dogs:"}, {"prompt": "red house:"}]
     prepared = writing_school(records=records, prompts=prompts, data={"format": "prompt_completion"})
-    classroom = rooms.Classroom(prepared)
+    classroom = teaching.Classroom(prepared)
     new = classroom.tokenizer(" small dog", add_special_tokens=False)["input_ids"]
     completed = classroom.completed([new, []])
     assert completed.to_list() == [{"prompt": "seven dogs:", "completion": " small dog"}]

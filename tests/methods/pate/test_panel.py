@@ -7,9 +7,8 @@ from peft import LoraConfig, get_peft_model
 from scipy import stats
 from transformers import LlamaForCausalLM
 
-from dpllm.methods.pate.completing import Panel
-from dpllm.methods.pate.section import TeachConfig
-from dpllm.methods.pate.trainings import OneBase
+from dpllm.methods.pate.teach import OneBase, Panel
+from dpllm.methods.sections import TeachConfig
 from tests.conftest import tiny_llama_config
 from tests.mutations import kills
 
@@ -78,7 +77,7 @@ def test_no_row_of_a_teacher_changes_another_teacher_or_a_candidate(kind):
 
 @kills(
     "the candidates of a token are those of a teacher",
-    "dpllm/methods/pate/completing.py",
+    "dpllm/methods/pate/teach.py",
     "self._scores(self._public, None)",
     "self._scores(self._public, self._teachers[0])",
 )

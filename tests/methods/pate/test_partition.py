@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from dpllm.data.units import UnitIndex
-from dpllm.methods.pate.partition import Partition
+from dpllm.methods.pate.votes import Partition
 from tests.mutations import kills
 
 
 @kills(
     "teachers share units",
-    "dpllm/methods/pate/partition.py",
+    "dpllm/methods/pate/votes.py",
     "np.flatnonzero(self.teacher_of == teacher)",
     "np.flatnonzero(self.teacher_of >= teacher)",
 )

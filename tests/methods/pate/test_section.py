@@ -3,7 +3,7 @@
 import pytest
 
 from dpllm.config import ConfigError
-from dpllm.methods.pate.section import SET_BY_TEACH, TeachConfig
+from dpllm.methods.sections import SET_BY_TEACH, TeachConfig
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,9 @@ from transformers.utils import logging
 from dpllm.config import ConfigError
 from dpllm.config.recipe_file import load_query_recipe
 from dpllm.methods.attacks.answers import run_trials
-from dpllm.methods.pate import classroom as rooms
-from dpllm.methods.pate import labelling, trainings
+from dpllm.methods.attacks.probes import label_probe
 from dpllm.methods.pate import teach as teaching
 from dpllm.methods.pate.prepare import prepare
-from dpllm.methods.pate.probe import vote_probe
 from dpllm.methods.pate.votes import NO_LABEL, VOTE_CHANGE, Ballots
 from dpllm.methods.queries.run import Randomness, begin_from
 from dpllm.privacy.accounting import epsilon
@@ -43,18 +41,18 @@ class _Run:
 def _votes(folder, monkeypatch, records):
     """Return the votes of each teacher, (k, n), for these records, with one division and one seed for all trainings."""
     votes = []
-    monkeypatch.setattr(trainings, "fresh_seed", lambda: 1)
+    monkeypatch.setattr(teaching, "fresh_seed", lambda: 1)
     add = Ballots.add
     monkeypatch.setattr(Ballots, "add", lambda self, classes_N: (votes.append(classes_N), add(self, classes_N)))
     train = {"num_train_epochs": 20, "per_device_train_batch_size": 3, "learning_rate": 0.05}
     path = write_recipe(folder, records=records, teach={"train": train})
     prepared = prepare(load_query_recipe(path, (), "teach"))
-    classroom = rooms.Classroom(prepared)
+    classroom = teaching.Classroom(prepared)
     with torch.no_grad():  # the new head is the same in both
         for parameter in classroom.base.model.score.parameters():
             parameter.copy_(torch.linspace(-1, 1, parameter.numel()).reshape(parameter.shape))
-    classroom.base = trainings.OneBase(classroom.base.model)
-    ballots = labelling.count_votes(classroom, classroom.private_rows(), _Run(folder), _quiet)
+    classroom.base = teaching.OneBase(classroom.base.model)
+    ballots = teaching.count_votes(classroom, classroom.private_rows(), _Run(folder), _quiet)
     monkeypatch.setattr(Ballots, "add", add)
     return np.array(votes), ballots.counts_NC
 
@@ -73,17 +71,17 @@ def test_another_unit_changes_the_votes_of_one_teacher(tmp_path, monkeypatch):
 
 @kills(
     "a teacher goes on where the one before ended",
-    "dpllm/methods/pate/trainings.py",
+    "dpllm/methods/pate/teach.py",
     "tensor.copy_(values[name])",
     "pass",
 )
 def test_a_teacher_starts_where_every_teacher_starts(school, tmp_path):
     """Whatever was trained before: otherwise later teachers would have seen earlier units."""
-    classroom = rooms.Classroom(school(model={"adapter": {"r": 2, "target_modules": "all-linear"}}))
+    classroom = teaching.Classroom(school(model={"adapter": {"r": 2, "target_modules": "all-linear"}}))
     model = classroom.base.begin()
     start = {name: value.clone() for name, value in model.state_dict().items()}
     section = classroom.prepared.options.train
-    trained = trainings.train_without_privacy(model, classroom.private_rows(), classroom.collator, section, tmp_path)
+    trained = teaching.train_without_privacy(model, classroom.private_rows(), classroom.collator, section, tmp_path)
     assert any(not torch.equal(value, start[name]) for name, value in trained.state_dict().items())
     again = classroom.base.begin().state_dict()
     assert again.keys() == start.keys() and all(torch.equal(value, start[name]) for name, value in again.items())
@@ -91,16 +89,16 @@ def test_a_teacher_starts_where_every_teacher_starts(school, tmp_path):
 
 def test_scores_that_are_not_finite_are_still_one_vote(school):
     """A teacher whose training failed names a class like any other."""
-    classroom = rooms.Classroom(school())
+    classroom = teaching.Classroom(school())
     with torch.no_grad():
         classroom.base.model.score.weight.fill_(torch.nan)
-    classes = trainings.classes_of(classroom.base.model, classroom.prompts(), classroom.collator)
+    classes = teaching.classes_of(classroom.base.model, classroom.prompts(), classroom.collator)
     assert classes.dtype == np.int64 and set(classes) <= {0, 1}
 
 
 @kills(
     "one label of all is charged",
-    "dpllm/methods/pate/release.py",
+    "dpllm/methods/pate/votes.py",
     "run.charge(vote.answers, vote.most_labels)",
     "run.charge(vote.answers)",
 )
@@ -119,10 +117,10 @@ def test_labels_are_charged_before_they_are_drawn_with_the_planned_noise(school,
     ballots = Ballots(6, 2)
     with begin_from(prepared.recipe, prepared.plan) as run:
         with pytest.raises(ValueError, match="4 teachers"):
-            labelling.released_labels(prepared.vote, TEACHERS, run, ballots)
+            teaching.released_labels(prepared.vote, TEACHERS, run, ballots)
         for _ in range(TEACHERS):
             ballots.add(np.zeros(6, dtype=np.int64))
-        labels = labelling.released_labels(prepared.vote, TEACHERS, run, ballots)
+        labels = teaching.released_labels(prepared.vote, TEACHERS, run, ballots)
     nothing_left = dict.fromkeys(charges, 0)
     assert drawn == [((6, 2), 2 * 2**0.5, nothing_left), ((6,), 2 * 2**0.5 * (5 if confident else 3), nothing_left)]
     assert (labels != NO_LABEL).sum() == (3 if confident else 6)
@@ -156,7 +154,7 @@ def test_a_run_releases_labels_and_a_student_and_verifies(school, tmp_path, caps
 
 def test_without_a_label_there_is_no_student(school, tmp_path, monkeypatch):
     """No text passed the check: the run is charged, and says so."""
-    monkeypatch.setattr(labelling, "released_labels", lambda vote, num_teachers, run, ballots: np.full(6, NO_LABEL))
+    monkeypatch.setattr(teaching, "released_labels", lambda vote, num_teachers, run, ballots: np.full(6, NO_LABEL))
     taught = teaching.teach(school(teach={"threshold": 4.0, "max_answers": 2}), _quiet, _quiet)
     assert taught.num_texts == 0 and not taught.figures
     assert (tmp_path / "run" / "labels.jsonl").read_text() == "" and not (tmp_path / "run" / "student").exists()
@@ -202,5 +200,5 @@ def test_held_out_private_records_are_counted_as_disclosures(school, tmp_path):
 def test_the_audit_reads_the_vote_from_the_plan(school, confident):
     """A trial charges all that the plan charges, with its noise."""
     plan = school(teach={"threshold": 1.0, "max_answers": 3, "check_noise": 5.0} if confident else {}).plan
-    found = run_trials(plan, vote_probe(plan), 10)
+    found = run_trials(plan, label_probe(plan), 10)
     assert found.history == [(charge.event, charge.count) for charge in plan.charges]

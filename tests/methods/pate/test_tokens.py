@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 
 from dpllm.methods.attacks.answers import run_trials
-from dpllm.methods.pate.probe import completion_probe
-from dpllm.methods.pate.release import TokenVotes
-from dpllm.methods.pate.tokens import written_tokens
-from dpllm.methods.pate.votes import CHECKS, NO_LABEL, TOKENS, Ballots
+from dpllm.methods.attacks.probes import completion_probe
+from dpllm.methods.pate.votes import CHECKS, NO_LABEL, TOKENS, Ballots, TokenVotes, written_tokens
 from dpllm.methods.queries.run import Randomness, begin_from
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
@@ -67,7 +65,7 @@ def _all_vote(candidate, texts=3, places=5):
 
 @kills(
     "the realised length of texts is charged",
-    "dpllm/methods/pate/release.py",
+    "dpllm/methods/pate/votes.py",
     "        _charge(vote, run)\n        self.left",
     (
         "        winners = self.winners\n"
@@ -141,7 +139,7 @@ def test_votes_of_the_public_model_are_added_to_its_token(started, monkeypatch):
 
 @kills(
     "more tokens are released than are charged",
-    "dpllm/methods/pate/release.py",
+    "dpllm/methods/pate/votes.py",
     "if places > min(self.left, self._places):",
     "if False:",
 )

@@ -1,4 +1,4 @@
-"""Tests of dpllm.methods.predict.asking: a group's answer depends on its own records and on public text only."""
+"""Tests of dpllm.methods.aggregate.aggregate: a group's answer depends on its own records and on public text only."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dpllm.config import ConfigError, ModelConfig
-from dpllm.methods.predict import asking as module
-from dpllm.methods.predict.asking import Asker, Limits
+from dpllm.methods.aggregate import aggregate as module
+from dpllm.methods.aggregate.aggregate import Asker, Limits
 from dpllm.models.load import load_tokenizer
 from tests.mutations import kills
 from tests.small_model import WORDS, save_small_model
@@ -87,7 +87,7 @@ def test_the_listed_answer_is_the_one_that_the_records_make_likelier(loaded):
 
 @kills(
     "the prompts of a pass are as long as its longest record makes them",
-    "dpllm/methods/predict/asking.py",
+    "dpllm/methods/aggregate/aggregate.py",
     "self._greedy(part, self.length(ask))",
     "self._greedy(part, max(map(len, part)))",
 )

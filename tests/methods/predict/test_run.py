@@ -14,10 +14,10 @@ from dpllm.cli.program import app
 from dpllm.config.recipe_file import load_query_recipe
 from dpllm.data.records import DataError
 from dpllm.methods.attacks.answers import run_trials
+from dpllm.methods.attacks.probes import token_probe
 from dpllm.methods.predict import run as module
 from dpllm.methods.predict import sampler
 from dpllm.methods.predict.inputs import read_records
-from dpllm.methods.predict.probe import token_probe
 from dpllm.methods.predict.run import CHARGE, FREE_TEXTS, plan_prediction, predict_texts
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger

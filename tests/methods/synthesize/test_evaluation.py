@@ -11,9 +11,17 @@ import numpy as np
 import pytest
 
 from dpllm.config import ConfigError
-from dpllm.methods.synthesize.evaluation import EvaluationSettings, evaluate, frechet, mauve
-from dpllm.methods.synthesize.overlap import Runs, echo, overlap
-from dpllm.methods.synthesize.texts import LabelledTexts, read_texts
+from dpllm.methods.synthesize.evaluation import (
+    EvaluationSettings,
+    LabelledTexts,
+    Runs,
+    echo,
+    evaluate,
+    frechet,
+    mauve,
+    overlap,
+    read_texts,
+)
 
 WORDS = {"pub": ["beer", "ale", "bar"], "cafe": ["tea", "cake", "coffee"]}
 PLAIN = EvaluationSettings(with_mauve=False, with_classifier=False)

@@ -1,4 +1,4 @@
-"""Tests of dpllm.methods.tune.search: what a search file may say."""
+"""Tests of dpllm.methods.tune.tune: what a search file may say."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from dpllm.config import ConfigError, load_recipe
 from dpllm.mechanism.selection import Selection
-from dpllm.methods.tune.search import load_search, overrides_of
+from dpllm.methods.tune.tune import load_search, overrides_of
 
 
 def written(folder: Path, text: str) -> Path:

@@ -15,10 +15,8 @@ from dpllm.config import ConfigError
 from dpllm.config.tasks import SQUARED_ERROR, TASKS
 from dpllm.mechanism.selection import Selection
 from dpllm.methods.tune import RECORD_FILE
-from dpllm.methods.tune.check import verify_tuning
 from dpllm.methods.tune.record import TuningError, create_record, read_record
-from dpllm.methods.tune.search import load_search
-from dpllm.methods.tune.tune import SystemDraws, Tuning, best_of, prepare, tune
+from dpllm.methods.tune.tune import SystemDraws, Tuning, best_of, load_search, prepare, tune, verify_tuning
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.budget import BudgetError, create_budget, read_budget
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
