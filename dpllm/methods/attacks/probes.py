@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,10 +38,9 @@ from dpllm.methods.count import counting
 from dpllm.methods.count.counting import LabelledUnits, charge_and_count
 from dpllm.methods.evolve import evolution
 from dpllm.methods.evolve.evolution import Floats, exact_votes, noisy_votes
-from dpllm.methods.federated.client import Participant, SharedWeights
+from dpllm.methods.federated.client import Clients, SharedWeights, is_secure
 from dpllm.methods.federated.distributed import DistributedNoise, DistributedStep
-from dpllm.methods.federated.run import Rounds, check_federated, is_secure, require_federated
-from dpllm.methods.federated.secure import Clients, Content, InMemory
+from dpllm.methods.federated.run import Rounds, check_federated, require_federated
 from dpllm.methods.pate.prepare import (
     CLASSES,
     NEW_TOKENS,
@@ -475,9 +474,7 @@ class RoundProbe:
         self._updates = _Updates(plan)
         self._weight = torch.nn.Parameter(torch.zeros(_ENTRIES))
         model = torch.nn.ParameterList([self._weight])
-        clients: Clients = InMemory(plan.num_units, Participant(plan, self._updates, lambda client: [client]).answer)
-        if is_secure(plan):
-            clients = _FewSurvivors(clients)
+        clients = (_FewSurvivors if is_secure(plan) else Clients)(plan, self._updates, lambda client: [client])
         optimizer = torch.optim.SGD([self._weight], lr=1.0)
         self._rounds = Rounds(plan, ledger, clients, SharedWeights(model, "freeze_a"), optimizer)
         self._divisor = plan.expected_batch_size
@@ -516,16 +513,12 @@ class _Updates:
         return found
 
 
-class _FewSurvivors:
-    """Clients of which all but the first ones leave before they send their masked vector."""
+class _FewSurvivors(Clients):
+    """Clients of which all but the first ones drop out."""
 
-    def __init__(self, clients: Clients) -> None:
-        self._clients, self.num_clients = clients, clients.num_clients
-
-    def ask(self, requests: Mapping[int, Content]) -> dict[int, Content]:
-        """Ask the clients that are still there."""
-        there = {one: request for one, request in requests.items() if request["task"] != "masked" or one < _SURVIVORS}
-        return self._clients.ask(there)
+    def answers(self, cohort: Sequence[int], weights: NDArray[np.float32], number: int) -> dict[int, NDArray[Any]]:
+        """Return the answers of the clients that are still there."""
+        return super().answers([client for client in cohort if client < _SURVIVORS], weights, number)
 
 
 PROBES: dict[str, Callable[[QueryPlan], Probe]] = {

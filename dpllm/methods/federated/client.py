@@ -1,14 +1,11 @@
-"""A client of a federated run: its training on its own records, the bound of its update, and its answers to the server.
+"""The clients of a federated run: the training of each on its own records, and the bound of its update.
 
 The training is ordinary: any function of the client's records and of the server's weights will do, since only its
 result is bounded. With a trusted server the bounded update leaves the client. With distributed noise it becomes whole
-numbers with the client's share of the noise (`Shares`; the mathematics is in `dpllm.methods.federated.distributed`),
-which leave the client under the masks of secure aggregation.
+numbers with the client's share of the noise (`Shares`; the mathematics is in `dpllm.methods.federated.distributed`).
 
-A client has its own copy of the plan and refuses requests under another one, so no server can make it send an update
-with a larger norm or with less noise. In a simulation clients share one model object, so nothing of one client may stay
-in it: its weights are set, its optimizer is new, buffers and frozen weights are compared, and random numbers are seeded
-from the operating system for each client.
+Clients share one model object, so nothing of one client may stay in it: its weights are set, its optimizer is new,
+buffers and frozen weights are compared, and random numbers are seeded from the operating system for each client.
 """
 
 from __future__ import annotations
@@ -27,9 +24,7 @@ from torch import Tensor, nn
 from dpllm.config import ConfigError
 from dpllm.mechanism.discrete_gaussian import DiscreteGaussians
 from dpllm.mechanism.keys import KEY_BYTES
-from dpllm.methods.federated import secure
 from dpllm.methods.federated.distributed import SHARE_BITS, DistributedStep
-from dpllm.methods.federated.secure import Content, State
 from dpllm.methods.sections import FederateConfig
 from dpllm.models.losses import per_sequence_loss, take_labels
 from dpllm.models.starting_values import StartingValues
@@ -37,6 +32,11 @@ from dpllm.privacy.plan import PrivacyPlan
 
 _MOST_ROUNDED = 0.5
 """The largest share of C that may be given up for the rounding of an update."""
+
+
+def is_secure(plan: PrivacyPlan) -> bool:
+    """Return whether clients add the noise, so that the server sees only noisy sums."""
+    return isinstance(plan.event, DistributedStep)
 
 
 @dataclass(frozen=True)
@@ -295,83 +295,46 @@ RowsOf = Callable[[int], Sequence[Any]]
 
 
 class Updates(Protocol):
-    """Computes the update of a client, as `dpllm.methods.federated.client.LocalTraining` does."""
+    """Computes the update of a client, as `LocalTraining` does."""
 
     def update(self, rows: Sequence[Any], start: NDArray[np.float32], number: int) -> NDArray[np.float64]:
         """Return the update, (d,), from the client's rows, the server's weights and the number of the round."""
         ...
 
 
-class Participant:
-    """Answers for the clients, each from its own rows.
+class Clients:
+    """All clients of a run, simulated in this process; each answers from its own rows, unless it drops out.
 
-    Guarantee: with distributed noise, no answer holds more of a client's records than its update of norm at most C with
-    its share of noise, under masks. With a trusted server the update leaves the client as it is bounded, without noise.
+    Guarantee: an answer is the client's update of norm at most C. With distributed noise it is rounded, and has the
+    client's share of the noise.
 
     Args:
-        plan: the plan that the clients agreed to.
+        plan: of the run.
         training: computes updates.
         rows_of: from a client's number to its rows.
+        dropouts: the probability with which a client does not answer in a round.
     """
 
-    def __init__(self, plan: PrivacyPlan, training: Updates, rows_of: RowsOf) -> None:
-        """Take the numbers of the plan."""
-        self._plan, self._training, self._rows_of = plan, training, rows_of
-        self._shares = Shares.of(plan) if isinstance(plan.event, DistributedStep) else None
+    def __init__(self, plan: PrivacyPlan, training: Updates, rows_of: RowsOf, dropouts: float = 0.0) -> None:
+        """Read the constants of the plan."""
+        self.num_clients = plan.num_units
+        self._plan, self._training, self._rows_of, self._dropouts = plan, training, rows_of, dropouts
+        self._shares = Shares.of(plan) if is_secure(plan) else None
 
-    def answer(self, client: int, request: Content, state: State) -> Content:
-        """Return the answer to a request.
+    def answers(self, cohort: Sequence[int], weights: NDArray[np.float32], number: int) -> dict[int, NDArray[Any]]:
+        """Return the answer of each client of a cohort that does not drop out: (d,) float64, or uint64 modulo 2^64.
 
         Args:
-            client: who answers.
-            request: has ``task`` and ``round``.
-            state: the client's memory.
-
-        Raises:
-            ProtocolError: the request is of another plan, another mode, a round that the plan does not have or that was
-            answered, or not the next one of its round.
+            cohort: numbers of clients, from 0 to N - 1.
+            weights: of the server.
+            number: of the round.
         """
-        task = request["task"]
-        if not 0 <= int(request["round"]) < self._plan.num_steps:
-            raise secure.ProtocolError(
-                f"the server asks for round {request['round']}, and the plan of this client has the rounds 0 to "
-                f"{self._plan.num_steps - 1}, whose cost it agreed to. Do not answer this server"
-            )
-        if task == "update" and self._shares is None:
-            return {"update": bounded(self._update(client, request), self._plan).astype("<f8").tobytes()}
-        if task == "keys" and self._shares is not None:
-            return secure.make_keys(client, request, state)
-        if task == "shares" and self._shares is not None:
-            self._require_threshold(request)
-            return secure.share_secrets(request, state)
-        if task == "masked" and self._shares is not None:
-            vector = self._shares.with_noise(self._update(client, request))
-            return {"masked": secure.mask(request, state, vector)}
-        if task == "unmask" and self._shares is not None:
-            return secure.reveal(request, state)
-        raise secure.ProtocolError(
-            f"the server asks for {task!r}, and the plan of this client has the noise {self._plan.noise.kind!r}: with "
-            "'distributed' a client sends masked sums only, otherwise a bounded update. Give server and clients the "
-            "same plan"
-        )
-
-    def _update(self, client: int, request: Content) -> NDArray[np.float64]:
-        if request["plan"] != self._plan.hash:
-            raise secure.ProtocolError(
-                f"the server runs the plan {str(request['plan'])[:12]}, and this client agreed to "
-                f"{self._plan.hash[:12]}: clip norm, noise or cohorts may differ. Give both the same plan"
-            )
-        start = np.frombuffer(request["weights"], "<f4").astype(np.float32)
-        return self._training.update(self._rows_of(client), start, int(request["round"]))
-
-    def _require_threshold(self, request: Content) -> None:
-        event = self._plan.event
-        assert isinstance(event, DistributedStep)
-        if int(request["threshold"]) != event.min_batch_size:
-            raise secure.ProtocolError(
-                f"the server wants sums of {request['threshold']} clients, and by the plan {event.min_batch_size} or "
-                "more add up: the noise of fewer is too small. Give both the same plan"
-            )
+        random, found = secrets.SystemRandom(), {}
+        for client in cohort:
+            if not self._dropouts or random.random() >= self._dropouts:
+                update = self._training.update(self._rows_of(client), weights, number)
+                found[client] = self._shares.with_noise(update) if self._shares else bounded(update, self._plan)
+        return found
 
 
 def bounded(update: NDArray[np.float64], plan: PrivacyPlan) -> NDArray[np.float64]:

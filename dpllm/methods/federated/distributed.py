@@ -210,9 +210,8 @@ class DistributedNoise(DiscreteNoise):
         )
         secure = (
             "The server sees only the sum of a round",
-            "secure aggregation with pairwise masks modulo 2^64 (Bonawitz et al., CCS 2017), for a server that "
-            "follows the protocol: a matter of cryptography, not of ε. A simulation runs the protocol in one process, "
-            "which sees everything",
+            "assumed of a deployment, by secure aggregation (Bonawitz et al., CCS 2017): a matter of cryptography, not "
+            "of ε. A simulation adds up the clients' numbers modulo 2^64 in one process, which sees everything",
         )
         return [sampling, noise, dropouts, secure]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,8 @@ from dpllm.mechanism.catalogue import noise_of
 from dpllm.mechanism.generators import NoiseSource
 from dpllm.mechanism.parts import Spec
 from dpllm.mechanism.sampling import secret_rng
-from dpllm.methods.federated.client import LocalTraining, Participant, SharedWeights, Shares, bounded
+from dpllm.methods.federated.client import Clients, LocalTraining, SharedWeights, Shares, is_secure
 from dpllm.methods.federated.distributed import DistributedNoise, DistributedStep
-from dpllm.methods.federated.secure import STAGES, Clients, Content, DroppingOut, InMemory, secure_sum
 from dpllm.methods.sections import FederateConfig
 from dpllm.models.load import load_base_model, prepare_model
 from dpllm.models.starting_point import check_start
@@ -95,16 +94,6 @@ def require_federated(plan: PrivacyPlan | PrivacyConfig) -> None:
             "a federated run takes cohorts and noise from the operating system, and is released by itself: leave "
             "privacy.seed and privacy.selection out"
         )
-
-
-def is_secure(plan: PrivacyPlan) -> bool:
-    """Return whether clients add the noise, so that the server sees only noisy sums."""
-    return isinstance(plan.event, DistributedStep)
-
-
-def answers_of_a_round(plan: PrivacyPlan) -> int:
-    """Return how many answers a client gives in a round."""
-    return len(STAGES) if is_secure(plan) else 1
 
 
 def against_the_server(plan: PrivacyPlan) -> float:
@@ -203,15 +192,8 @@ class Rounds:
         number = self._ledger.num_steps
         drawn, _ = self._draws.take(self._draws.next(), mode="", error=None)
         names = self._weights.of_round(number)
-        request: Content = {
-            "task": "update",
-            "round": number,
-            "plan": self._plan.hash,
-            "weights": self._weights.read().astype("<f4").tobytes(),
-        }
-        requests = {int(client): request for client in drawn}
-        size = self._weights.size(names)
-        total = self._secure(requests, number, size) if self._shares else self._trusted(requests, number, size)
+        answers = self._clients.answers(drawn.tolist(), self._weights.read(), number)
+        total = self._secure(answers) if self._shares else self._trusted(answers, number, self._weights.size(names))
         if total is not None:
             mean = total / self._plan.expected_batch_size
             for name, part in self._weights.divide(-mean, names).items():
@@ -223,25 +205,21 @@ class Rounds:
             self._schedule.step()
         return total is not None
 
-    def _trusted(self, requests: dict[int, Content], number: int, size: int) -> NDArray[np.float64]:
-        """Return the noisy sum of the updates, each of which is bounded again here."""
+    def _trusted(self, updates: dict[int, NDArray[Any]], number: int, size: int) -> NDArray[np.float64]:
+        """Return the sum of the bounded updates, (size,), with the noise of the round."""
         assert self._noise is not None
-        total = np.zeros(size)
-        for client, answer in self._clients.ask(requests).items():
-            update = np.frombuffer(answer["update"], "<f8")
-            if client in requests and update.shape == (size,):
-                total = total + bounded(update, self._plan)
-        noisy = torch.from_numpy(total)
+        noisy = torch.from_numpy(sum(updates.values(), np.zeros(size)))
         self._noise.begin(number)
         self._noise.add_share_("the sum of the updates", noisy, self._plan.noise_stddev, rank=0, size=1)
         return noisy.numpy()
 
-    def _secure(self, requests: dict[int, Content], number: int, size: int) -> NDArray[np.float64] | None:
-        """Return the sum of the survivors, which hold the noise; None: there were too few."""
+    def _secure(self, vectors: dict[int, NDArray[Any]]) -> NDArray[np.float64] | None:
+        """Return the sum of the survivors' vectors, which hold the noise; None: there were too few."""
         event = self._plan.event
         assert self._shares is not None and isinstance(event, DistributedStep)
-        found = secure_sum(self._clients, requests, number, event.min_batch_size, size)
-        return None if found is None else self._shares.read(found)
+        if len(vectors) < event.min_batch_size:
+            return None
+        return self._shares.read(np.add.reduce(list(vectors.values())))  # modulo 2^64
 
 
 TRAIN_KEYS = (
@@ -355,9 +333,11 @@ def run(recipe: Recipe) -> int:
         numbers, _ = units.rows_of(np.array([client]))
         return list(rows.select(numbers))
 
-    participant = participant_of(recipe, args, records.plan, copy.deepcopy(model), start.tokenizer, rows_of)
-    clients = InMemory(records.plan.num_units, participant.answer)
-    return server.carry_out(server.with_dropouts(clients), phases, note)
+    federate, own = federate_of(recipe), copy.deepcopy(model)
+    weights, collator = SharedWeights(own, federate.lora), RowCollator(pad_token_id=_padding(start.tokenizer))
+    training = LocalTraining(own, weights, collator, federate, args.per_device_train_batch_size)
+    clients = Clients(records.plan, training, rows_of, federate.simulated_dropouts)
+    return server.carry_out(clients, phases, note)
 
 
 def rows_of_clients(
@@ -396,30 +376,6 @@ def held_out_of(recipe: Recipe, records: datasets.Dataset | None, tokenizer: Pre
     return HeldOut(HeldOutRows(records, rows, collator, recipe.data, tokenizer))
 
 
-def participant_of(
-    recipe: Recipe,
-    args: TrainingArguments,
-    plan: PrivacyPlan,
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    rows_of: Callable[[int], Sequence[Any]],
-) -> Participant:
-    """Return the clients of a recipe, which answer from their rows.
-
-    Args:
-        recipe: the recipe.
-        args: its section ``train``.
-        plan: that the clients agreed to.
-        model: of the clients, not that of the server.
-        tokenizer: of the model.
-        rows_of: from a client's number to its rows.
-    """
-    config = federate_of(recipe)
-    collator = RowCollator(pad_token_id=_padding(tokenizer))
-    weights = SharedWeights(model, config.lora)
-    return Participant(plan, LocalTraining(model, weights, collator, config, args.per_device_train_batch_size), rows_of)
-
-
 class Server:
     """The server of a run: the model whose weights the rounds move, its ledger, and its release.
 
@@ -445,11 +401,6 @@ class Server:
         self.model, self.folder = model, Path(str(args.output_dir))
         self.held_out: HeldOut | None = None
         self._points = [*start.declared, *check_start(model, self.folder, recipe.model.start_is_independent)]
-
-    def with_dropouts(self, clients: Clients) -> Clients:
-        """Return simulated clients, some of which drop out if the recipe says so."""
-        share = federate_of(self._recipe).simulated_dropouts
-        return DroppingOut(clients, share, answers_of_a_round(self._plan)) if share else clients
 
     def carry_out(self, clients: Clients, phases: Phases, note: Callable[[SharedLedger], None]) -> int:
         """Take all rounds and release the model; return the exit code, which is not 0 after a signal.

@@ -12,11 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from dpllm.config import ConfigError
 from dpllm.data.rows import RowCollator
-from dpllm.methods.federated.client import LocalTraining, Participant, SharedWeights, bounded
-from dpllm.methods.federated.secure import ProtocolError
+from dpllm.methods.federated.client import LocalTraining, SharedWeights, bounded
 from dpllm.methods.sections import FederateConfig
 from tests.methods.federated.small import plan_of
-from tests.mutations import kills
 
 ROWS = [{"input_ids": [number % 17 + 1 for number in range(start, start + 6)]} for start in range(12)]
 OTHERS = [{"input_ids": [3, 3, 3, 9]}] * 5
@@ -142,34 +140,6 @@ def test_a_model_without_trained_weights_is_refused(model):
     frozen = copy.deepcopy(model).requires_grad_(False)
     with pytest.raises(ConfigError, match="no trainable parameter"):
         SharedWeights(frozen, "freeze_a")
-
-
-def request_of(plan, changes):
-    return {"task": "update", "round": 0, "plan": plan.hash, "weights": b"", **changes}
-
-
-@kills(
-    "a client answers a server with another plan",
-    "dpllm/methods/federated/client.py",
-    'if request["plan"] != self._plan.hash:',
-    "if False:",
-)
-@pytest.mark.parametrize(
-    ("secure", "changes", "match"),
-    [
-        (False, {"plan": "0" * 64}, "this client agreed to"),
-        (False, {"task": "masked"}, "asks for 'masked'"),
-        (True, {"task": "update"}, "sends masked sums only"),
-        (True, {"task": "shares", "threshold": 2}, "the noise of fewer is too small"),
-        (True, {"task": "keys", "round": 4}, "has the rounds 0 to 3, whose cost"),
-        (False, {"round": -1}, "has the rounds 0 to 3, whose cost"),
-    ],
-)
-def test_a_client_refuses_what_its_plan_does_not_say(secure, changes, match):
-    """Neither a bounded update in the clear, where noise was agreed on, nor sums of fewer clients, nor more rounds."""
-    plan = plan_of(num_clients=40, batch=40, secure=secure, max_batch_size=40)
-    with pytest.raises(ProtocolError, match=match):
-        Participant(plan, None, lambda client: client).answer(0, request_of(plan, changes), {})
 
 
 def test_updates_are_bounded_by_the_clip_norm():

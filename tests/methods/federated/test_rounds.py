@@ -9,9 +9,8 @@ import pytest
 from scipy import stats
 
 from dpllm.config import ConfigError
-from dpllm.methods.federated.client import SharedWeights
+from dpllm.methods.federated.client import Clients, SharedWeights
 from dpllm.methods.federated.run import Rounds, against_the_server, require_federated, words_about_the_server
-from dpllm.methods.federated.secure import DroppingOut, InMemory
 from dpllm.privacy.accounting import epsilon
 from tests.memory_ledger import MemoryLedger
 from tests.methods.federated.small import SIZE, Vector, plan_of, rounds_of
@@ -19,15 +18,14 @@ from tests.mutations import kills
 
 
 class Counting:
-    """A transport that remembers who was asked for an update."""
+    """Clients that remember who was asked for an update."""
 
     def __init__(self, clients):
         self.clients, self.num_clients, self.cohorts = clients, clients.num_clients, []
 
-    def ask(self, requests):
-        if all(one["task"] in ("update", "keys") for one in requests.values()):
-            self.cohorts.append(sorted(requests))
-        return self.clients.ask(requests)
+    def answers(self, cohort, weights, number):
+        self.cohorts.append(sorted(cohort))
+        return self.clients.answers(cohort, weights, number)
 
 
 def units_of(size, count):
@@ -119,15 +117,13 @@ def test_a_trusted_server_adds_the_noise_of_the_plan_once():
 
 
 class Leaving:
-    """A transport in which all but the first n clients leave after their keys were shared."""
+    """Clients of which all but the first n drop out."""
 
     def __init__(self, clients, staying):
         self.clients, self.num_clients, self.staying = clients, clients.num_clients, staying
 
-    def ask(self, requests):
-        late = any(one["task"] in ("masked", "unmask") for one in requests.values())
-        there = sorted(requests)[: self.staying] if late else requests
-        return self.clients.ask({client: requests[client] for client in there})
+    def answers(self, cohort, weights, number):
+        return self.clients.answers(sorted(cohort)[: self.staying], weights, number)
 
 
 def secure_plan(**changes):
@@ -162,7 +158,7 @@ def test_a_round_is_charged_before_anybody_is_asked():
     class Fails:
         num_clients = 30
 
-        def ask(self, requests):
+        def answers(self, *_):
             assert ledger.num_steps == 1
             raise OSError("no way")
 
@@ -178,7 +174,7 @@ def test_a_round_is_charged_before_anybody_is_asked():
 def test_dropouts_leave_a_smaller_sum_and_the_same_noise():
     plan = plan_of(num_clients=50, batch=50, rounds=40, noise_multiplier=0.01, max_batch_size=50)
     update = np.tile(np.full(SIZE, 1 / np.sqrt(SIZE)), (50, 1))
-    rounds, model, _ = rounds_of(plan, update, lambda inner: DroppingOut(inner, 0.2, 1))
+    rounds, model, _ = rounds_of(plan, update, dropouts=0.2)
     for _ in range(40):
         rounds.take()
     assert np.linalg.norm(moved(model)) == pytest.approx(40 * 0.8, rel=0.05)
@@ -204,7 +200,7 @@ def test_the_number_of_clients_is_that_of_the_plan():
 
     model = Vector()
     with pytest.raises(ConfigError, match="29 clients"):
-        there = InMemory(29, lambda *_: {})
+        there = Clients(plan_of(num_clients=29), None, None)
         Rounds(plan_of(), MemoryLedger(), there, SharedWeights(model, "freeze_a"), torch.optim.SGD(model.parameters()))
 
 

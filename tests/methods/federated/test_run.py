@@ -169,7 +169,7 @@ def test_a_run_that_fails_stays_charged_for_its_rounds(recipe_file, tmp_path, mo
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")  # no round moved the weights
 def test_a_round_that_is_given_up_is_an_open_point(recipe_file, tmp_path, monkeypatch):
     """δ counts on the declared dropouts: rounds with too few survivors show that more clients left."""
-    monkeypatch.setattr("dpllm.methods.federated.run.secure_sum", lambda *_: None)  # too few survive
+    monkeypatch.setattr("dpllm.methods.federated.client.Clients.answers", lambda *_: {})  # too few survive
     output = tmp_path / "run"
     assert run(load_recipe(recipe_file, [f"train.output_dir={output}", *SECURE])) == 0
     assert read_ledger(output / LEDGER_FILE).num_steps == 2
