@@ -315,10 +315,6 @@ class Question:
     def of(cls, value: Any, number: int) -> Question:
         """Return a question from a mapping of a recipe.
 
-        Args:
-            value: the mapping, or a question.
-            number: of the question, for messages.
-
         Raises:
             ConfigError: it is no mapping, or a key is unknown or missing.
         """

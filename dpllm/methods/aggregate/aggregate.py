@@ -89,9 +89,6 @@ class Asker:
     def require_room(self, questions: Sequence[tuple[str, Sequence[str]]]) -> tuple[int, int]:
         """Refuse questions that leave no room for an answer.
 
-        Args:
-            questions: each with its listed answers, or none.
-
         Returns:
             The most tokens of a prompt, and of a prompt with its answer.
 
@@ -118,12 +115,7 @@ class Asker:
         return max(self.length(ask) for ask, _ in questions), most
 
     def texts(self, groups: Sequence[Sequence[str]], ask: str) -> list[str]:
-        """Return the likeliest continuation of each group's prompt, token by token, as a text.
-
-        Args:
-            groups: the records of each group.
-            ask: the question.
-        """
+        """Return the likeliest continuation of each group's prompt, token by token, as a text."""
         rows, size = [self._row(group, ask) for group in groups], self._limits.rows_per_pass
         passes = [rows[first : first + size] for first in range(0, len(rows), size)]
         return [self._decoded(tokens) for part in passes for tokens in self._greedy(part, self.length(ask))]
@@ -133,11 +125,6 @@ class Asker:
 
         The score of an answer is the logarithm of its probability after the group's prompt, less that after the same
         prompt without records (Holtzman et al., arXiv:2104.08315). The second is public.
-
-        Args:
-            groups: the records of each group.
-            ask: the question.
-            answers: public.
         """
         ids = self._answers(ask, answers)
         public_A = self._scores([self._row((), ask)], ask, ids)[0]
@@ -293,12 +280,6 @@ def ask_groups(
     recipe: QueryRecipe, records: PrivateRecords, plan: QueryPlan, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Carry out the run of a recipe, and return the released answer to each question, by name.
-
-    Args:
-        recipe: with the sections ``model`` and ``aggregate``.
-        records: as `read_records` returns them.
-        plan: as `plan_aggregate` returns it.
-        say: prints a line.
 
     Raises:
         ConfigError: the model does not load, has no room, couples rows or does not fit into memory.

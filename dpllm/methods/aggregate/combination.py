@@ -327,13 +327,7 @@ def _short(count: float) -> float:
 
 
 def combined(question: Question, margin: float, max_words: int) -> Combined:
-    """Return how the answers to a question are combined.
-
-    Args:
-        question: of the recipe.
-        margin: z of open questions.
-        max_words: words of an open answer.
-    """
+    """Return how the answers to a question are combined."""
     if question.kind == "number":
         assert question.low is not None and question.high is not None  # the section has checked it
         return Mean(question.low, question.high)

@@ -66,13 +66,7 @@ class Trials:
     """The same in words."""
 
     def result(self, plan: QueryPlan | PrivacyPlan, canary: str, confidence: float = CONFIDENCE) -> AuditResult:
-        """Return the verdict.
-
-        Args:
-            plan: of the run.
-            canary: in words.
-            confidence: of all bounds together.
-        """
+        """Return the verdict."""
         method = plan.method if isinstance(plan, QueryPlan) else "federated rounds"
         return judge(
             {SCORE: self.scores},
@@ -140,13 +134,7 @@ def run_trials(plan: QueryPlan, probe: Probe, trials: int, on_trial: Callable[[]
 def flip_coins(
     answer: Callable[[bool], float], trials: int, on_trial: Callable[[], None]
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Return scores and coins, (n,) each: one answer for each coin.
-
-    Args:
-        answer: from whether the canary is there to a score.
-        trials: n.
-        on_trial: called after each.
-    """
+    """Return scores and coins, (n,) each: one answer for each coin."""
     included = secret_rng().integers(0, 2, trials).astype(bool)
     scores = np.zeros(trials)
     for number, there in enumerate(included.tolist()):
@@ -162,12 +150,6 @@ def run_rounds(
     on_trial: Callable[[], None] = lambda: None,
 ) -> Trials:
     """Take federated rounds, each with a coin of its own, and return the observations.
-
-    Args:
-        plan: of the rounds (`dpllm.methods.attacks.probes.small_federation`).
-        probe_of: from the plan and its ledger to the probe.
-        trials: n, the number of rounds of the plan.
-        on_trial: called after each.
 
     Raises:
         AuditError: there are too few trials, or a round was taken without a charge.
@@ -188,14 +170,7 @@ def run_rounds(
 
 
 def save_answers(found: Trials, result: AuditResult, folder: Path, of_run: bool) -> None:
-    """Write ``audit.json`` and ``audit.png`` into a folder.
-
-    Args:
-        found: the observations.
-        result: their verdict.
-        folder: it is made.
-        of_run: it is the folder of the finished run, whose report gets the verdict.
-    """
+    """Write ``audit.json`` and ``audit.png`` into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     plot_audit(result, {SCORE: found.scores}, found.included, folder / PICTURE_FILE, found.history)
     result.save(folder)

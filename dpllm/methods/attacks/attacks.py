@@ -146,12 +146,6 @@ def load_causal_model(
 ) -> Any:
     """Load a causal language model for evaluation.
 
-    Args:
-        name: a folder (of a model or of an adapter) or a Hub name.
-        dtype: a dtype name of a recipe.
-        tokenizer: tokenizer whose tokens the model must have.
-        device: device for the model; None: the accelerator, if there is one.
-
     Raises:
         AuditError: it cannot be loaded, or has fewer tokens than the tokenizer.
     """
@@ -217,12 +211,6 @@ def draw_sample(recipe: Recipe, num_records: int, seed: int = 0, leave_out: Coll
     and non-members come from the same distribution. So texts in both, and texts that were trained on more than once,
     are left out and counted.
 
-    Args:
-        recipe: recipe that names the data.
-        num_records: largest number of each kind.
-        seed: seed of the draw.
-        leave_out: `record_key` of records that are neither, such as canaries.
-
     Raises:
         AuditError: there are no held-out records, too few usable ones, or it is unknown which rows of a user were used.
     """
@@ -262,11 +250,7 @@ def draw_sample(recipe: Recipe, num_records: int, seed: int = 0, leave_out: Coll
 
 
 def record_key(values: Collection[Any]) -> str:
-    """Return a key that identifies a record's text.
-
-    Args:
-        values: values of the columns of `dpllm.data.records.required_columns`.
-    """
+    """Return a key that identifies a record's text."""
     plain = [read_messages(value, "a record") if is_conversation(value) else value for value in values]
     return json.dumps(plain, sort_keys=True, ensure_ascii=False)
 
@@ -421,11 +405,6 @@ def attack_folder(
 
     Canaries that `dpllm audit prepare` put into its data count neither as members nor as non-members here: they have
     their own audit.
-
-    Args:
-        folder: a folder for `dpllm.methods.attacks.attacks.load_released`.
-        settings: the attacks to run.
-        progress: called with a description of each stage.
 
     Raises:
         AuditError: the folder lacks a file; too few records; members and non-members differ before training.
@@ -602,10 +581,6 @@ _COLOURS = (BLUE, "#5b8e7d", "#8a5a83", "#b08d2f", "#4f5d75", "#9c4a4a")
 
 def plot_attacks(reports: Mapping[str, AttackReport], path: str | Path) -> Path:
     """Write a PNG with the ROC curves of each report, both axes logarithmic.
-
-    Args:
-        reports: title of the panel -> results of the attacks.
-        path: path of the PNG.
 
     Returns:
         The path.

@@ -122,10 +122,6 @@ def exposure_by_rank(scores: Floats, reference: Floats) -> Floats:
 
     Half of the texts with the canary's own score rank before it.
 
-    Args:
-        scores: (n,) scores of the canaries.
-        reference: (r,) scores of the other texts.
-
     Raises:
         AuditError: too few reference texts.
 
@@ -144,10 +140,6 @@ def exposure_extrapolated(scores: Floats, reference: Floats) -> Floats:
 
     The probability comes from a skew-normal distribution fitted to the reference, so it can exceed any rank. It is an
     estimate: its tail is extrapolated.
-
-    Args:
-        scores: (n,) scores of the canaries.
-        reference: (r,) scores of the other texts.
 
     Raises:
         AuditError: too few reference texts, or all have the same score.

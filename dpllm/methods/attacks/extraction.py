@@ -75,10 +75,6 @@ class ExtractionSettings:
 class SpanIndex:
     """All spans of n tokens of some rows; no span crosses from one row into another.
 
-    Args:
-        rows: token ids of each row.
-        span: n.
-
     >>> SpanIndex([[1, 2, 3, 4], [5, 6]], span=2).find([9, 2, 3, 4, 5, 6]).tolist()
     [False, True, True, False, True]
     """
@@ -171,13 +167,6 @@ def sample_hits(
 ) -> SampleHits:
     """Count the verbatim spans of sampled texts.
 
-    Args:
-        prompts: name of the kind of prompt.
-        texts: token ids that the model wrote, without the prompts.
-        training: spans of the training rows.
-        thinned: spans of a subset of them.
-        held_out: spans of held-out text.
-
     >>> held_out = SpanIndex([[3, 4, 5]], span=2)
     >>> training = SpanIndex([[1, 2, 3, 4]], span=2)
     >>> sample_hits("nothing", [[1, 2, 3, 4, 5], [7, 8]], training, training, held_out).to_dict()
@@ -212,13 +201,6 @@ def sampled_extraction(
 
     The kinds are: only the token that begins a text; the prompts of training records and of held-out ones, if records
     have prompts; one word repeated many times.
-
-    Args:
-        model: a causal language model, on its device.
-        tokenizer: its own.
-        training: tokenized rows that were trained on.
-        held_out: tokenized rows that were not.
-        settings: settings of the extraction.
 
     Raises:
         AuditError: the tokenizer has no token to begin with; the model's context is too short for a span.
@@ -266,14 +248,7 @@ def prefix_extraction(
     rows_of: Mapping[str, datasets.Dataset],
     settings: ExtractionSettings,
 ) -> list[PrefixHits]:
-    """Give the model the prompt of a record and its first target tokens, and compare its text with the record.
-
-    Args:
-        model: a causal language model, on its device.
-        tokenizer: its own.
-        rows_of: name -> tokenized rows; "members" and "non-members".
-        settings: `prefix` and `span` are used.
-    """
+    """Give the model the prompt of a record and its first target tokens, and compare its text with the record."""
     found = []
     for name, rows in rows_of.items():
         prompts, wanted = [], []

@@ -98,11 +98,6 @@ def made_units(plan: QueryPlan, others: int, canary: bool) -> UnitIndex:
 
     The rows of the canary come first. At user level it has `EXCESS` times as many rows as the plan allows, of which the
     index keeps the allowed number.
-
-    Args:
-        plan: what a unit is.
-        others: number of other units, of one row each.
-        canary: whether the canary is there.
     """
     privacy, own = PrivacyUnit(), 1
     if plan.max_rows_per_unit is not None:  # user level
@@ -114,11 +109,7 @@ def made_units(plan: QueryPlan, others: int, canary: bool) -> UnitIndex:
 
 
 def count_probe(plan: QueryPlan) -> Probe:
-    """Return the probe of noisy counts of classes: all rows of the canary are of one class.
-
-    Args:
-        plan: with the charge "label counts".
-    """
+    """Return the probe of noisy counts of classes: all rows of the canary are of one class."""
     k = plan.max_rows_per_unit or 1
     others = math.ceil(_FAR_COUNTS * k * plan.charge(counting.CHARGE).event.noise_multiplier)
     units = {}
@@ -139,11 +130,7 @@ _CANDIDATES = 4
 
 
 def evolution_probe(plan: QueryPlan) -> Probe:
-    """Return the probe of an evolution's plan; the score is the sum of one candidate's noisy votes.
-
-    Args:
-        plan: of an evolution.
-    """
+    """Return the probe of an evolution's plan; the score is the sum of one candidate's noisy votes."""
     charge = plan.charge(evolution.CHARGE)
     candidates = np.arange(_CANDIDATES, dtype=np.float64)[:, None]
     exact = {there: _evolution_votes(plan, candidates, there) for there in (False, True)}
@@ -189,9 +176,6 @@ def token_probe(plan: QueryPlan) -> Probe:
 
     The score is the number of tokens that the canary makes likelier, less that of the others, in the texts of groups
     that it is in. Texts of the other groups do not depend on it, and are not drawn.
-
-    Args:
-        plan: of a private prediction.
     """
     settings = dict(plan.settings)
     scoring = Scoring(
@@ -241,9 +225,6 @@ def group_probe(plan: QueryPlan) -> Probe:
     With the canary, its group answers with the largest number, the first listed answer, and the answer that all others
     give. Without it, with the smallest, the second, and an answer that no other group gives. The score is the sum of
     the numbers of groups for the former; a rare answer that is released lowers it by a lot.
-
-    Args:
-        plan: of answers of groups.
     """
     settings = dict(plan.settings)
     kinds = {
@@ -315,9 +296,6 @@ def label_probe(plan: QueryPlan) -> Probe:
 
     The other teachers are divided between two classes. The teacher with the canary votes for the first one, and without
     it for the second. The score is the number of texts with the first label less that with the second.
-
-    Args:
-        plan: of a PATE run.
     """
     settings = dict(plan.settings)
     teachers, classes, prompts = (int(settings[name]) for name in (TEACHERS, CLASSES, PROMPTS))
@@ -348,9 +326,6 @@ def completion_probe(plan: QueryPlan) -> Probe:
 
     As for labels, at each place: the first and the second candidate after the public model's own. The score is the
     number of the first in all texts less that of the second.
-
-    Args:
-        plan: of a PATE run with votes on tokens.
     """
     settings = dict(plan.settings)
     teachers, texts, most = (int(settings[name]) for name in (TEACHERS, PROMPTS, NEW_TOKENS))
@@ -417,9 +392,6 @@ _ENTRIES = 4
 def plan_of_recipe(recipe: Recipe) -> PrivacyPlan:
     """Return the plan of a recipe; of its records only the number of clients is used.
 
-    Args:
-        recipe: with the section ``federate``.
-
     Raises:
         ConfigError: it is not a recipe of a federated run.
     """
@@ -430,10 +402,6 @@ def plan_of_recipe(recipe: Recipe) -> PrivacyPlan:
 
 def small_federation(plan: PrivacyPlan, rounds: int) -> PrivacyPlan:
     """Return the plan of a few clients that are all in every round, with clip norm, noise and dropouts of a plan.
-
-    Args:
-        plan: of a federated run.
-        rounds: how many.
 
     Raises:
         ConfigError: it is not a plan of a federated run.
@@ -459,10 +427,6 @@ def small_federation(plan: PrivacyPlan, rounds: int) -> PrivacyPlan:
 class RoundProbe:
     """Takes rounds with and without a canary.
 
-    Args:
-        plan: of `small_federation`.
-        ledger: of this plan.
-
     Attributes:
         history: what one round costs somebody who knows the cohorts.
     """
@@ -481,9 +445,6 @@ class RoundProbe:
 
     def answer(self, there: bool) -> float:
         """Take a round, and return the released sum in the direction of the canary.
-
-        Args:
-            there: whether the canary is.
 
         Raises:
             ValueError: the round was given up, although enough clients survive.

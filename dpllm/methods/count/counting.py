@@ -66,9 +66,6 @@ class LabelledUnits:
 def read_units(recipe: QueryRecipe) -> LabelledUnits:
     """Return the labels of a recipe's records.
 
-    Args:
-        recipe: with ``data.class_names`` and ``data.columns.label``.
-
     Raises:
         ConfigError: no classes are named.
         DataError: the records cannot be read, or lack a column.
@@ -91,10 +88,6 @@ def read_units(recipe: QueryRecipe) -> LabelledUnits:
 
 def plan_count(recipe: QueryRecipe, units: LabelledUnits) -> QueryPlan:
     """Return the plan of the counts.
-
-    Args:
-        recipe: of the run.
-        units: as `read_units` returns them; of them only N is used.
 
     Raises:
         ValueError: δ or the target ε is out of range.
@@ -121,11 +114,6 @@ def plan_count(recipe: QueryRecipe, units: LabelledUnits) -> QueryPlan:
 def charge_and_count(run: QueryRun, units: LabelledUnits, counts: Sequence[int]) -> dict[str, int]:
     """Charge the counts, and return them with noise, for a run of any method with the charge "label counts".
 
-    Args:
-        run: its plan has this charge, with the event of `plan_count`.
-        units: the units.
-        counts: as `LabelledUnits.exact_counts` returns them.
-
     Returns:
         The noisy number of rows of each class: whole, never negative.
 
@@ -140,11 +128,6 @@ def charge_and_count(run: QueryRun, units: LabelledUnits, counts: Sequence[int])
 
 def count_labels(recipe: QueryRecipe, units: LabelledUnits, plan: QueryPlan) -> dict[str, int]:
     """Carry out the run of a recipe, and return the released counts.
-
-    Args:
-        recipe: of the run.
-        units: as `read_units` returns them.
-        plan: as `plan_count` returns it.
 
     Raises:
         ValueError: the folder holds a run, or the budget does not allow this one; nothing is charged then.

@@ -152,11 +152,6 @@ def noisy_votes(run: QueryRun, noise_multiplier: float, exact: Floats) -> Floats
     """Charge one histogram, and return it with Gaussian noise, (M,).
 
     Guarantee: the charge is on the disk before the noise is drawn, and the noise is that of the charge.
-
-    Args:
-        run: whose plan has the charge of `votes_charge`.
-        noise_multiplier: σ of the plan.
-        exact: of `exact_votes`.
     """
     run.charge(CHARGE)
     stddev = noise_multiplier * SENSITIVITY
@@ -325,9 +320,6 @@ class Voters:
 def read_voters(recipe: QueryRecipe) -> Voters:
     """Return the records of a recipe, after checking everything that can be wrong with it.
 
-    Args:
-        recipe: with the sections ``model`` and ``evolve``.
-
     Raises:
         ConfigError: there is no model or it is not public, the format has no text, or a record's label is no class.
         DataError: the records cannot be read, or lack a column.
@@ -354,10 +346,6 @@ def read_voters(recipe: QueryRecipe) -> Voters:
 def evolution_plan(recipe: QueryRecipe, voters: Voters) -> QueryPlan:
     """Return the plan of an evolution: T histograms of votes with sensitivity 1.
 
-    Args:
-        recipe: with the section ``evolve``.
-        voters: of them only N is used.
-
     Raises:
         ValueError: δ is out of range, or no noise reaches the target.
     """
@@ -382,12 +370,6 @@ def run_evolution(
     """Carry out an evolution, and return the number of its texts.
 
     Guarantee: that of its plan; private records are read by the votes only.
-
-    Args:
-        recipe: of the run.
-        voters: as `read_voters` returns them.
-        plan: as `evolution_plan` returns it.
-        say: gets a line before each part.
 
     Raises:
         ValueError: a model cannot be loaded, the folder holds a run, or the budget is too small; nothing is charged

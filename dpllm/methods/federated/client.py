@@ -66,9 +66,6 @@ class Shares:
     def require_entries(self, num_entries: int) -> None:
         """Refuse a model that is too large for the grid, before anything is charged.
 
-        Args:
-            num_entries: d, the trained entries of a round.
-
         Raises:
             ValueError: rounding would take more than half of C.
         """
@@ -82,9 +79,6 @@ class Shares:
 
     def rounded(self, update: NDArray[np.float64]) -> NDArray[np.int64]:
         """Return the update on the grid, with a norm of at most C; zero where an entry is not finite.
-
-        Args:
-            update: (d,).
 
         Raises:
             ValueError: it is too large for the grid, or its norm would exceed C.
@@ -103,19 +97,12 @@ class Shares:
         """Return the rounded update with this client's share of the noise, modulo 2^64.
 
         The noise is drawn from 256 bits of the operating system, which are not stored.
-
-        Args:
-            update: (d,).
         """
         noise = DiscreteGaussians(secrets.token_bytes(KEY_BYTES), SHARE_BITS).draw(update.size)
         return (self.rounded(update) + noise).view(np.uint64)
 
     def read(self, total: NDArray[np.uint64]) -> NDArray[np.float64]:
-        """Return the update that a sum modulo 2^64 stands for.
-
-        Args:
-            total: (d,).
-        """
+        """Return the update that a sum modulo 2^64 stands for."""
         return total.view(np.int64).astype(np.float64) * self.step
 
     def _rounding(self, num_entries: int) -> float:
@@ -199,13 +186,6 @@ class LocalTraining:
     """Trains a model on the rows of one client at a time.
 
     Guarantee: the result depends on these rows, the given weights and fresh random numbers, on nothing else.
-
-    Args:
-        model: a causal language model.
-        weights: of the model.
-        collate: rows to a batch.
-        config: steps, rate and optimizer of a client.
-        batch_size: rows of a step.
     """
 
     def __init__(
@@ -224,11 +204,6 @@ class LocalTraining:
 
     def update(self, rows: Sequence[Any], start: NDArray[np.float32], number: int) -> NDArray[np.float64]:
         """Return how far the training moves the weights of a round, (d,).
-
-        Args:
-            rows: of the client.
-            start: the server's weights, of all shared parameters.
-            number: of the round, which determines the parameters that are trained.
 
         Raises:
             ConfigError: the training changed a buffer or a frozen weight.
@@ -322,13 +297,7 @@ class Clients:
         self._shares = Shares.of(plan) if is_secure(plan) else None
 
     def answers(self, cohort: Sequence[int], weights: NDArray[np.float32], number: int) -> dict[int, NDArray[Any]]:
-        """Return the answer of each client of a cohort that does not drop out: (d,) float64, or uint64 modulo 2^64.
-
-        Args:
-            cohort: numbers of clients, from 0 to N - 1.
-            weights: of the server.
-            number: of the round.
-        """
+        """Return the answer of each client of a cohort that does not drop out: (d,) float64, or uint64 modulo 2^64."""
         random, found = secrets.SystemRandom(), {}
         for client in cohort:
             if not self._dropouts or random.random() >= self._dropouts:
@@ -338,12 +307,7 @@ class Clients:
 
 
 def bounded(update: NDArray[np.float64], plan: PrivacyPlan) -> NDArray[np.float64]:
-    """Return an update with a norm of at most C; zero where an entry is not finite.
-
-    Args:
-        update: (d,).
-        plan: whose clip norm bounds it.
-    """
+    """Return an update with a norm of at most C; zero where an entry is not finite."""
     if not np.isfinite(update).all():
         return np.zeros_like(update)
     size = float(np.linalg.norm(update))

@@ -97,22 +97,14 @@ def require_federated(plan: PrivacyPlan | PrivacyConfig) -> None:
 
 
 def against_the_server(plan: PrivacyPlan) -> float:
-    """Return ε of the noisy sums for somebody who knows the cohorts, for a client that is in every round.
-
-    Args:
-        plan: with distributed noise.
-    """
+    """Return ε of the noisy sums for somebody who knows the cohorts, for a client that is in every round."""
     event = plan.event
     assert isinstance(event, DistributedStep)
     return epsilon([(event.against_the_server, plan.num_steps)], plan.delta)
 
 
 def words_about_the_server(plan: PrivacyPlan) -> str:
-    """Return who sees what, for the ledger's fact.
-
-    Args:
-        plan: of the run.
-    """
+    """Return who sees what, for the ledger's fact."""
     words = "in this simulation one process sees the records of all clients. In a deployment of its rounds "
     if not is_secure(plan):
         return words + (
@@ -149,14 +141,6 @@ class Rounds:
     Guarantee: each round has a truncated Poisson cohort from 256 bits of the operating system, over all N clients, and
     is charged before anybody is asked. The sum of updates of norm at most C gets noise of deviation σC or more, and is
     divided by the public b, never by the number of answers.
-
-    Args:
-        plan: the constants.
-        ledger: to charge.
-        clients: exactly the N of the plan.
-        weights: of the server's model.
-        optimizer: moves them; its parameters are those of ``weights``.
-        schedule: of its learning rate; None: constant.
 
     Raises:
         ConfigError: the plan is not of a federated run, or has another number of clients.
@@ -384,13 +368,6 @@ class Server:
         folder: of the run.
         held_out: records to measure before and after. None: there are none.
 
-    Args:
-        recipe: the recipe.
-        args: its section ``train``.
-        plan: of the run.
-        model: with its adapter.
-        start: the public parts.
-
     Raises:
         ConfigError: the starting weights may hold private records.
     """
@@ -403,13 +380,7 @@ class Server:
         self._points = [*start.declared, *check_start(model, self.folder, recipe.model.start_is_independent)]
 
     def carry_out(self, clients: Clients, phases: Phases, note: Callable[[SharedLedger], None]) -> int:
-        """Take all rounds and release the model; return the exit code, which is not 0 after a signal.
-
-        Args:
-            clients: all clients.
-            phases: of the run.
-            note: notes the data in the ledger.
-        """
+        """Take all rounds and release the model; return the exit code, which is not 0 after a signal."""
         recipe, plan = self._recipe, self._plan
         config, weights = federate_of(recipe), SharedWeights(self.model, federate_of(recipe).lora)
         optimizer = _optimizer(config, list(weights.parameters().values()), self._args.learning_rate)

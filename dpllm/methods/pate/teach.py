@@ -69,13 +69,6 @@ def train_without_privacy(
     """Train the trainable parameters of a model on rows, without privacy, and return the model.
 
     Nothing is written, and nothing is shown. Random numbers come from a fresh seed.
-
-    Args:
-        model: on any device; it is trained in place.
-        rows: tokenized.
-        collator: of the rows.
-        section: names of ``TrainingArguments``, without those of `QUIET`.
-        folder: that ``TrainingArguments`` asks for.
     """
     seed = fresh_seed()
     fixed = {**QUIET, "output_dir": str(folder), "seed": seed, "data_seed": seed}
@@ -98,9 +91,6 @@ class OneBase:
 
     Guarantee: a training starts from the same values of every parameter and buffer that can change, and of what modules
     keep beside them (the longest row so far, a number of hash buckets), whatever was trained before.
-
-    Args:
-        model: with its adapters and frozen parameters, at its start.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -140,13 +130,7 @@ class OneBase:
 
 @torch.no_grad()
 def classes_of(model: Any, rows: datasets.Dataset, collator: RowCollator) -> Int64Array:
-    """Return (N,) the class with the highest score of each row: a whole number, also where scores are not finite.
-
-    Args:
-        model: a classifier, on its device.
-        rows: tokenized; their labels are not read.
-        collator: of the rows.
-    """
+    """Return (N,) the class with the highest score of each row: a whole number, also where scores are not finite."""
     lengths: Sequence[int] = [len(ids) for ids in rows["input_ids"]]
     order = np.argsort(lengths, kind="stable")
     device = next(model.parameters()).device
@@ -164,11 +148,7 @@ def classes_of(model: Any, rows: datasets.Dataset, collator: RowCollator) -> Int
 
 
 class Classroom:
-    """The public model in memory, with its tokenizer, and rows of texts for it.
-
-    Args:
-        prepared: of the run.
-    """
+    """The public model in memory, with its tokenizer, and rows of texts for it."""
 
     def __init__(self, prepared: Prepared) -> None:
         """Load the model with the recipe's adapters, and its tokenizer, which may be trained on the public texts.
@@ -237,11 +217,7 @@ class Classroom:
         return TextGenerator(self.base.model, self.tokenizer).ends
 
     def completed(self, texts: Sequence[Sequence[int]]) -> datasets.Dataset:
-        """Return the public texts that have new tokens, with these, in the columns of the private records.
-
-        Args:
-            texts: new tokens of each public text, as far as they were written.
-        """
+        """Return the public texts that have new tokens, with these, in the columns of the private records."""
         data, prompts = self.prepared.recipe.data, self._prompt_texts()
         records = [
             data.form.record(prompt, self._decoded(row, new)) or {}
@@ -268,15 +244,7 @@ Voted = Callable[[int], None]
 def labelled_texts(
     classroom: Classroom, rows: datasets.Dataset, run: QueryRun, say: Callable[[str], None], voted: Voted
 ) -> datasets.Dataset:
-    """Return the public texts that got a label, in the columns of the private records.
-
-    Args:
-        classroom: with the model.
-        rows: of the private records.
-        run: the run, which is charged for the labels.
-        say: prints a line.
-        voted: as for `count_votes`.
-    """
+    """Return the public texts that got a label, in the columns of the private records."""
     prepared = classroom.prepared
     ballots = count_votes(classroom, rows, run, voted)
     say(f"labelling {prepared.vote.num_prompts:,} public texts by a noisy vote")
@@ -287,14 +255,7 @@ def labelled_texts(
 
 
 def count_votes(classroom: Classroom, rows: datasets.Dataset, run: QueryRun, voted: Voted) -> Ballots:
-    """Train every teacher on the rows of its units, and return the counts of their votes, which are private.
-
-    Args:
-        classroom: with the model.
-        rows: of the private records.
-        run: the run; its secret randomness divides the units.
-        voted: called with the number of teachers that have voted, after each.
-    """
+    """Train every teacher on the rows of its units, and return the counts of their votes, which are private."""
     prepared = classroom.prepared
     options = prepared.options
     units = unit_index_of(rows, prepared.recipe.privacy, run.randomness.generator())
@@ -402,15 +363,7 @@ Trained = Callable[[int], None]
 def completed_texts(
     classroom: Classroom, rows: datasets.Dataset, run: QueryRun, say: Callable[[str], None], trained: Trained
 ) -> datasets.Dataset:
-    """Return the public texts that were continued, in the columns of the private records.
-
-    Args:
-        classroom: with the model.
-        rows: of the private records.
-        run: the run, which is charged for all tokens that the texts may have.
-        say: prints a line.
-        trained: called with the number of teachers that were trained, after each.
-    """
+    """Return the public texts that were continued, in the columns of the private records."""
     prepared = classroom.prepared
     options, vote = prepared.options, prepared.vote
     teachers = trained_teachers(classroom, rows, run, trained)
@@ -435,14 +388,7 @@ def completed_texts(
 
 
 def trained_teachers(classroom: Classroom, rows: datasets.Dataset, run: QueryRun, trained: Trained) -> list[State]:
-    """Train every teacher on the rows of its units, and return their values, which are private.
-
-    Args:
-        classroom: with the model.
-        rows: of the private records.
-        run: the run; its secret randomness divides the units.
-        trained: called with the number of teachers that were trained, after each.
-    """
+    """Train every teacher on the rows of its units, and return their values, which are private."""
     prepared = classroom.prepared
     options = prepared.options
     units = unit_index_of(rows, prepared.recipe.privacy, run.randomness.generator())
@@ -479,11 +425,6 @@ class Taught:
 
 def teach(prepared: Prepared, say: Say, done: Progress) -> Taught:
     """Carry out a PATE run: train the teachers, release noisy labels or completions, and train the student.
-
-    Args:
-        prepared: recipe, data and plan.
-        say: prints a line at the begin of each phase.
-        done: called with the number of teachers that have voted, or for tokens that were trained, after each.
 
     Raises:
         ValueError, ConfigError: the model or a record cannot be used; or the folder holds a run.

@@ -53,11 +53,6 @@ class Partition:
     and independent of the records: it depends on their public number N only. The neighbouring data set, which lacks a
     unit or has another one in its place, is divided in the same way.
 
-    Args:
-        num_units: N.
-        num_teachers: k.
-        rng: secret generator (`dpllm.methods.queries.run.Randomness.generator`).
-
     Raises:
         ValueError: there are more teachers than units.
 
@@ -85,10 +80,6 @@ class Partition:
     def rows_of(self, teacher: int, units: UnitIndex) -> Int64Array:
         """Return the row numbers of a teacher's units, in the order of the data.
 
-        Args:
-            teacher: 0 to k - 1.
-            units: the rows of each unit.
-
         Raises:
             ValueError: the index has another number of units.
         """
@@ -112,10 +103,6 @@ class Ballots:
     """The votes of all teachers for all texts, as counts.
 
     Guarantee: a teacher adds 1 to one count of each text, whatever its model computes.
-
-    Args:
-        num_prompts: number of texts.
-        num_classes: number of public classes.
     """
 
     def __init__(self, num_prompts: int, num_classes: int) -> None:
@@ -237,12 +224,6 @@ def ballots_of(
 
 def released_labels(vote: Vote, num_teachers: int, run: QueryRun, ballots: Ballots) -> Int64Array:
     """Charge the vote, add its noise, and return (N,) the label of each public text, `NO_LABEL` where it has none.
-
-    Args:
-        vote: the public numbers of the vote.
-        num_teachers: k.
-        run: its plan has the charges of the vote.
-        ballots: with the votes of all teachers.
 
     Raises:
         ValueError: not all teachers have voted, or the charge is not planned.

@@ -38,11 +38,6 @@ from dpllm.models.starting_point import check_start
 def secret_groups(num_units: int, size: int, count: int) -> list[Int64Array]:
     """Return ``count`` disjoint groups of ``size`` units each, drawn uniformly.
 
-    Args:
-        num_units: N, public.
-        size: s.
-        count: the number of groups.
-
     Raises:
         ValueError: there are too few units.
 
@@ -79,11 +74,6 @@ _FIELD = re.compile(r"\{(\w+)\}")
 class Template:
     """A text with the names of columns in braces, such as "Review: {text}".
 
-    Args:
-        text: of the template.
-        columns: of the records.
-        name: of the template, for messages.
-
     Raises:
         ConfigError: it names no column, or one that the records lack.
 
@@ -117,12 +107,7 @@ class Template:
 
 
 class PromptEncoder:
-    """Turns contexts and prompts into rows of one public length.
-
-    Args:
-        tokenizer: of the model.
-        max_context: the most tokens of a context; a longer one loses its end.
-    """
+    """Turns contexts and prompts into rows of one public length."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_context: int) -> None:
         """Find the tokens that begin a text."""
@@ -257,12 +242,6 @@ def require_independent_rows(model: Any, length: int, rows_per_pass: int, new_to
 
     Position embeddings that couple from some number of tokens on are refused by name.
 
-    Args:
-        model: as for `Continuation`.
-        length: of the rows.
-        rows_per_pass: rows of a forward pass.
-        new_tokens: the most tokens that are appended to a row.
-
     Raises:
         ConfigError: they do: the bound of one unit's contribution would not hold.
     """
@@ -304,13 +283,6 @@ def _two_tokens(rows: Continuation) -> Tensor:
 
 def require_memory(model: Any, length: int, rows: int, rows_per_pass: int, cached: bool) -> None:
     """Run one pass of public tokens with the sizes of a group at its longest.
-
-    Args:
-        model: as for `Continuation`.
-        length: of the rows, with all new tokens.
-        rows: of one group.
-        rows_per_pass: rows of a forward pass.
-        cached: as for `Continuation`.
 
     Raises:
         ConfigError: they do not fit into memory.

@@ -78,12 +78,6 @@ class TokenPlan:
     def of(cls, tokens: PredictConfig, num_units: int, texts_of_group: int, noise: float) -> TokenPlan:
         """Return the plan with this noise multiplier, or slightly more where a number is rounded.
 
-        Args:
-            tokens: the recipe's numbers.
-            num_units: N.
-            texts_of_group: texts of one group.
-            noise: sτ/c.
-
         Raises:
             ConfigError: all three numbers are given and have less noise, or the units do not suffice.
         """
@@ -131,11 +125,6 @@ def plan_tokens(tokens: PredictConfig, num_units: int, noise_for: Callable[[int]
     Every text of a group costs its units more, and texts of other groups cost them nothing. So each group makes one
     text if the units suffice; if they do not, two, and so on.
 
-    Args:
-        tokens: the recipe's numbers.
-        num_units: N.
-        noise_for: from the tokens charged to a unit to the noise multiplier of each.
-
     Raises:
         ConfigError: no number of texts of a group is enough.
     """
@@ -166,10 +155,6 @@ _Text = TypeVar("_Text")
 
 def tokens_of(recipe: QueryRecipe, num_units: int) -> TokenPlan:
     """Return the public numbers of a recipe's tokens.
-
-    Args:
-        recipe: with the section ``predict``.
-        num_units: N.
 
     Raises:
         ConfigError: the numbers contradict each other, or the units do not suffice.
@@ -223,12 +208,6 @@ def plan_prediction(recipe: QueryRecipe, num_units: int) -> QueryPlan:
 def predict_texts(recipe: QueryRecipe, records: PrivateRecords, plan: QueryPlan, say: Callable[[str], None]) -> Path:
     """Draw the texts, and return their file.
 
-    Args:
-        recipe: with the sections ``model`` and ``predict``.
-        records: as `read_records` returns them.
-        plan: as `plan_prediction` returns it.
-        say: prints a line.
-
     Raises:
         ConfigError: the model does not load, has no room, couples rows or does not fit into memory.
         ValueError: the plan is another one, the budget does not allow the run, or the folder holds another.
@@ -271,13 +250,6 @@ def charged_texts(
 
     Guarantee: a unit is in one group at most, a group makes at most the texts that were charged, and the charge is on
     the disk before the first of them.
-
-    Args:
-        run: its plan has the charge of `plan_prediction`.
-        tokens: the public numbers.
-        num_units: N.
-        texts: how many.
-        made: from a text's number and the units of its group to the text.
     """
     run.charge(CHARGE, tokens.tokens)
     groups = secret_groups(num_units, tokens.scoring.units, tokens.groups)

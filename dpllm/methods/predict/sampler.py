@@ -189,13 +189,6 @@ class Rows(Protocol):
 class GroupSampler:
     """Draws texts from a public model and a group of private records.
 
-    Args:
-        model: a causal language model in evaluation mode.
-        tokenizer: its own.
-        scoring: clip, group size and temperature.
-        limits: when a text ends.
-        max_context: the most tokens of a record's context.
-
     Raises:
         ConfigError: the model is an encoder with a decoder.
     """

@@ -36,14 +36,7 @@ def query_command(method: str) -> QueryCommand:
 
 
 def run_method(method: str, recipe: str, overrides: list[str], as_json: bool) -> None:
-    """Carry out the query run of a recipe, and print what it released.
-
-    Args:
-        method: name of its section and command.
-        recipe: the file, or the name of a shipped recipe.
-        overrides: of its values.
-        as_json: print one JSON object at the end, and nothing else on the standard output.
-    """
+    """Carry out the query run of a recipe, and print what it released."""
 
     def say(line: str) -> None:
         typer.echo(line, err=as_json)

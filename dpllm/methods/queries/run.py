@@ -55,11 +55,7 @@ Shape = int | tuple[int, ...]
 
 
 class Randomness:
-    """Random numbers from the operating system.
-
-    Args:
-        level: "os", or "discrete" for exact discrete noise.
-    """
+    """Random numbers from the operating system."""
 
     def __init__(self, level: str = "os") -> None:
         """Note the level."""
@@ -75,10 +71,6 @@ class Randomness:
 
     def gaussian(self, shape: Shape, stddev: float) -> NDArray[np.float64]:
         """Return independent Gaussian noise.
-
-        Args:
-            shape: of the result.
-            stddev: standard deviation, above 0.
 
         Raises:
             ValueError: the deviation is not positive and finite, or the plan has discrete noise.
@@ -229,10 +221,6 @@ class QueryRun:
 
         Guarantee: when the call returns, the charge is on the disk.
 
-        Args:
-            name: of a charge of the plan.
-            count: how many answers.
-
         Raises:
             ValueError: the plan has no such charge, or fewer answers left.
             LedgerError: the run has ended, or the ledger was replaced, cut or written by another process.
@@ -280,9 +268,6 @@ class QueryRun:
 
         The ledger gets one line with all of them at the end of the run: with a line per call, a folder in which a later
         file was edited would still match the line before.
-
-        Args:
-            files: paths inside the run's folder.
 
         Raises:
             ValueError: a file is not in the folder, is missing, is one that is never for release, or was released.
@@ -362,9 +347,6 @@ def prior_release(folder: str | Path) -> PriorRelease:
 
     Guarantee: its history is the one whose ε its own report states. It is refused if that ε may still grow, or does not
     hold.
-
-    Args:
-        folder: of the run.
 
     Raises:
         ValueError: the folder holds no training run, plan and ledger do not belong together, the run was not private,
@@ -470,11 +452,6 @@ def plan_with(
 
 def begin_from(recipe: QueryRecipe, plan: QueryPlan, **more: Any) -> QueryRun:
     """Start the run of a recipe: its folder, budget, recipe file and notes of the release.
-
-    Args:
-        recipe: of the run.
-        plan: as `plan_from` made it.
-        more: further arguments of `QueryRun.begin`.
 
     Raises:
         ValueError: as `QueryRun.begin`.

@@ -87,11 +87,6 @@ def read_labels(folder: str | Path, plan: QueryPlan, counted: CountedLabels) -> 
 
     Nothing is charged yet. The column of the labels may have been added after the training.
 
-    Args:
-        folder: of the training run, with its recipe.
-        plan: of the data set, with the training run's unit.
-        counted: classes and column.
-
     Raises:
         ConfigError: the folder has no recipe, the records cannot be read, have no such column, or are others than those
             of the training.
@@ -120,11 +115,6 @@ def count_noisily(run: QueryRun, units: LabelledUnits, exact: Sequence[int]) -> 
     """Charge the counts, add their noise, write them, and return the shares that they give.
 
     Guarantee: only the noisy counts leave this function, and they were charged before the noise was drawn.
-
-    Args:
-        run: whose plan has the charge of `CountedLabels.charge`.
-        units: as `read_labels` returns them.
-        exact: their exact counts.
 
     Raises:
         ConfigError: no noisy count is above 0.
@@ -210,10 +200,6 @@ def run_of(folder: str | Path) -> Path:
 
 def plan_of(source: str | Path, counted: CountedLabels | None = None) -> QueryPlan:
     """Return the plan of a data set, with the unit, δ and adjacency of the training run.
-
-    Args:
-        source: folder of the training run, or of a model of it.
-        counted: how labels are counted; None: they are not.
 
     Raises:
         ValueError: the run is not private, has not ended, or is no training run.

@@ -48,10 +48,6 @@ class Embedder:
 
         A row depends on its text only: padding is masked. A text without a token, or whose states are not finite, has
         a row of zeros.
-
-        Args:
-            texts: any number.
-            batch_size: the most texts that are read together.
         """
         device = next(self.model.parameters()).device
         rows = [list(self.tokenizer(text, verbose=False)["input_ids"])[: self.most] for text in texts]
@@ -78,10 +74,6 @@ class Embedder:
 
 def load_embedder(name: str, device: str | torch.device | None = None) -> Embedder:
     """Read a model for embeddings.
-
-    Args:
-        name: a folder in the format of transformers, or a Hub id.
-        device: for the model; None: the accelerator, if there is one.
 
     Raises:
         ConfigError: it cannot be loaded.

@@ -238,11 +238,6 @@ class Runs:
 def overlap(texts: Sequence[str], others: Iterable[str], ngram: int = 8) -> Overlap:
     """Compare texts with others, word for word; case and punctuation do not matter.
 
-    Args:
-        texts: at least one.
-        others: such as the training records; read once.
-        ngram: n, the number of words of a shared phrase.
-
     >>> overlap(["a red dog ran", "he slept"], ["A red dog sat.", "He slept!"], ngram=3)
     Overlap(ngram=3, shared=0.5, longest_median=2.5, longest=3, whole=0.5)
     """
@@ -422,12 +417,6 @@ def classify(texts: Texts, labels: Sequence[str], tested: Texts, truth: Sequence
     """Train on synthetic texts and test on real held-out texts: are the labels right and useful?
 
     Words and pairs of words weighted by TF-IDF, and logistic regression, both by scikit-learn.
-
-    Args:
-        texts: to learn from.
-        labels: of each of them.
-        tested: real held-out texts.
-        truth: of each of them.
 
     Raises:
         ConfigError: the extra "synthetic" is not installed, or the texts have only one label, or no word.
@@ -680,9 +669,6 @@ def _figures(one: LabelledTexts, figures: dict[str, Any]) -> SetFigures:
 def require_outside(path: str | Path) -> None:
     """Refuse a file of exact results in a folder that people publish.
 
-    Args:
-        path: of the results.
-
     Raises:
         ConfigError: a folder above it is that of a release, and the file is not in its ``not_for_release/``.
     """
@@ -699,9 +685,6 @@ def note_evaluation(folder: str | Path) -> None:
     """Write into the ledger of a data set's folder that results on real text exist, and its report and card again.
 
     A folder without a ledger has no guarantee, and nothing is written.
-
-    Args:
-        folder: of a synthetic data set.
 
     Raises:
         ValueError: the ledger is damaged, or a run is writing it.

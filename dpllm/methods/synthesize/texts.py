@@ -164,9 +164,6 @@ def check_classes(classes: Sequence[str]) -> tuple[str, ...]:
 def public_shares(weights: Mapping[str, Any]) -> dict[str, float]:
     """Return shares that the user gave as public.
 
-    Args:
-        weights: class -> a number of at least 0, such as a share or a public count.
-
     Raises:
         ConfigError: a number is negative, not finite or no number, or all are 0.
 
@@ -185,10 +182,6 @@ def public_shares(weights: Mapping[str, Any]) -> dict[str, float]:
 
 def shares_of(classes: Sequence[str], counts: NDArray[np.float64]) -> dict[str, float]:
     """Return shares from counts, noisy or public: a negative count becomes 0.
-
-    Args:
-        classes: their names.
-        counts: (len(classes),) one for each.
 
     Raises:
         ConfigError: no count is above 0.

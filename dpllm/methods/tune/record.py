@@ -110,11 +110,6 @@ class Record:
 def create_record(path: Path, draws: Mapping[str, Any], runs: Sequence[DrawnRun]) -> Record:
     """Write the draws of a new tuning, durably.
 
-    Args:
-        path: the file, which must not exist.
-        draws: the settings of the tuning, as JSON values.
-        runs: the runs that were drawn.
-
     Raises:
         TuningError: the file exists.
     """

@@ -214,11 +214,6 @@ def selected_fields(plan: PrivacyPlan) -> dict[str, Any]:
 def prepare(recipe_path: Path, overrides: Sequence[str], search: Search) -> Tuning:
     """Read the recipe, check it with every candidate, and fix the plan; nothing is drawn or written.
 
-    Args:
-        recipe_path: the recipe. Its target ε is that of the release.
-        overrides: key=value, as for a recipe.
-        search: the search file.
-
     Raises:
         ConfigError: no tuning of this recipe is accounted for, or a candidate cannot be trained.
     """
@@ -239,12 +234,6 @@ def prepare(recipe_path: Path, overrides: Sequence[str], search: Search) -> Tuni
 
 def tune(tuning: Tuning, run: Runner, tell: Tell, draws: SystemDraws | None = None) -> Path | None:
     """Take all runs of a tuning, or those that are left, and release the best.
-
-    Args:
-        tuning: made by `prepare`.
-        run: trains one recipe.
-        tell: prints a line for the person who started the tuning.
-        draws: the source of all random choices.
 
     Returns:
         The folder of the released model; None if every run failed, or none was drawn.
@@ -482,10 +471,6 @@ def common_plan(recipes: Sequence[Recipe], words: Callable[[int], str]) -> Priva
 
     Each run is one execution of the same randomised algorithm.
 
-    Args:
-        recipes: of all candidates.
-        words: a function from the number of a candidate to its description.
-
     Raises:
         ConfigError: a candidate could not be trained, or costs something else than the first one.
     """
@@ -527,11 +512,7 @@ _WHOLE = "the record of the tuning is there and its lines are chained"
 
 
 def verify_tuning(folder: str | Path) -> Verification:
-    """Check the record of a tuning, its runs, the choice of the released run, and the released folder.
-
-    Args:
-        folder: of a tuning.
-    """
+    """Check the record of a tuning, its runs, the choice of the released run, and the released folder."""
     folder = Path(folder)
     try:
         record = read_record(folder / RECORD_FILE)
