@@ -238,7 +238,7 @@ def plan_aggregate(recipe: QueryRecipe, num_units: int) -> QueryPlan:
         ConfigError: there is no question, the units do not suffice, or an open answer could never be released.
         ValueError: δ is out of range, or no noise reaches the target.
     """
-    options = _options(recipe)
+    options: AggregateConfig = recipe.options
     if not options.questions:
         raise ConfigError("aggregate.questions is missing: list one question or more, each with name, ask and kind")
     if options.groups * options.group_size > num_units:
@@ -269,7 +269,7 @@ def plan_aggregate(recipe: QueryRecipe, num_units: int) -> QueryPlan:
 
 def combinations(recipe: QueryRecipe, num_units: int) -> list[tuple[Question, Combined]]:
     """Return each question with how its answers are combined; open ones share a tenth of δ for their thresholds."""
-    options = _options(recipe)
+    options: AggregateConfig = recipe.options
     num_open = sum(question.kind == "open" for question in options.questions)
     share = THRESHOLDS * recipe.privacy.delta_for(num_units) / max(num_open, 1)
     margin = float(stats.norm.isf(share))
@@ -285,7 +285,7 @@ def ask_groups(
         ConfigError: the model does not load, has no room, couples rows or does not fit into memory.
         ValueError: the plan is another one, the budget does not allow the run, or the folder holds another.
     """
-    options = _options(recipe)
+    options: AggregateConfig = recipe.options
     ways = combinations(recipe, records.num_units)
     sizes = ((GROUPS, options.groups), (GROUP_SIZE, options.group_size))
     wanted = [(charge_name(question), way.event(_noise(plan)), 1) for question, way in ways]
@@ -367,7 +367,7 @@ class _Asked:
 
 def _asker(recipe: QueryRecipe) -> tuple[Asker, list[str]]:
     """Return the loaded model, ready to be asked, and open points about it."""
-    options = _options(recipe)
+    options: AggregateConfig = recipe.options
     model, tokenizer, points = load_public_model(recipe)
     limits = Limits(
         records=options.group_size * (recipe.privacy.max_rows_per_unit or 1),
@@ -382,11 +382,6 @@ def _asker(recipe: QueryRecipe) -> tuple[Asker, list[str]]:
     if next(model.parameters()).device.type != "cpu":
         require_memory(model, most, options.rows_per_pass, options.rows_per_pass, options.cached)
     return asker, points
-
-
-def _options(recipe: QueryRecipe) -> AggregateConfig:
-    assert isinstance(recipe.options, AggregateConfig)  # `load_query_recipe` made it
-    return recipe.options
 
 
 QUERY = QueryCommand(

@@ -324,7 +324,7 @@ def read_voters(recipe: QueryRecipe) -> Voters:
         ConfigError: there is no model or it is not public, the format has no text, or a record's label is no class.
         DataError: the records cannot be read, or lack a column.
     """
-    options = _options(recipe)
+    options: EvolveConfig = recipe.options
     for name in _models(recipe):
         refuse_private_start(name, recipe.model is not None and recipe.model.start_is_independent)
     column = text_column(recipe.data)
@@ -349,7 +349,7 @@ def evolution_plan(recipe: QueryRecipe, voters: Voters) -> QueryPlan:
     Raises:
         ValueError: δ is out of range, or no noise reaches the target.
     """
-    options = _options(recipe)
+    options: EvolveConfig = recipe.options
 
     def charges_of(sigma: float) -> list[tuple[str, Event, int]]:
         charge = votes_charge(sigma, options.steps)
@@ -375,7 +375,7 @@ def run_evolution(
         ValueError: a model cannot be loaded, the folder holds a run, or the budget is too small; nothing is charged
             then.
     """
-    options = _options(recipe)
+    options: EvolveConfig = recipe.options
     writer, embedding = _models(recipe)
     declared = recipe.model is not None and recipe.model.start_is_independent
     traces = [point for name in (writer, embedding) for point in refuse_private_start(name, declared)]
@@ -438,18 +438,11 @@ def text_column(config: DataConfig) -> str:
     )
 
 
-def _options(recipe: QueryRecipe) -> EvolveConfig:
-    options = recipe.options
-    if not isinstance(options, EvolveConfig):
-        raise ConfigError(f"this recipe has the section {recipe.method}, and an evolution needs the section evolve")
-    return options
-
-
 def _models(recipe: QueryRecipe) -> tuple[str, str]:
     """Return the names of the model that writes and of the one whose embeddings are compared."""
     if recipe.model is None or not recipe.model.name:
         raise ConfigError("evolve needs a public model that writes the texts: set model.name to a folder or a Hub id")
-    return recipe.model.name, _options(recipe).embedding or recipe.model.name
+    return recipe.model.name, recipe.options.embedding or recipe.model.name
 
 
 QUERY = QueryCommand(

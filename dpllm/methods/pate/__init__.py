@@ -5,6 +5,31 @@ from __future__ import annotations
 from dpllm.privacy.release_words import ReleaseWords
 from dpllm.registry import Method
 
+_PRIVATE = (
+    (
+        "the teachers, their votes and the division of the units",
+        "they are private, and none of them is written or shown",
+    ),
+    (
+        "an ε computed from the votes",
+        "it can be far smaller, but it depends on the private records, and none is printed",
+    ),
+)
+_ONE_TEACHER = (
+    "A unit has one teacher",
+    "the division is drawn from the operating system's randomness and depends on the number of units only",
+)
+_PUBLIC = (
+    (
+        "The texts are public",
+        "the recipe declares them; texts that hold private records are refused, up to the number declared",
+    ),
+    (
+        "The starting model is public",
+        "it is not looked into; a folder of an earlier private run is refused",
+    ),
+)
+
 TEACH = ReleaseWords(
     name="public labels by PATE",
     result="labels of public texts, and a model trained on them",
@@ -23,14 +48,7 @@ TEACH = ReleaseWords(
     "name any other class: one vote goes from one class to another, which changes the counts by √2. ε is the same "
     "under replace-one",
     not_covered=(
-        (
-            "the teachers, their votes and the division of the units",
-            "they are private, and none of them is written or shown",
-        ),
-        (
-            "an ε computed from the votes",
-            "it can be far smaller, but it depends on the private records, and none is printed",
-        ),
+        *_PRIVATE,
         ("the public texts", "they are published with their labels; never collect them from the private records"),
         (
             "what the student makes of a label",
@@ -38,10 +56,7 @@ TEACH = ReleaseWords(
         ),
     ),
     assumptions=(
-        (
-            "A unit has one teacher",
-            "the division is drawn from the operating system's randomness and depends on the number of units only",
-        ),
+        _ONE_TEACHER,
         (
             "Teachers do not depend on each other",
             "each starts from the same public weights, with fresh random numbers, and learns from its own units only",
@@ -50,14 +65,7 @@ TEACH = ReleaseWords(
             "A teacher has one vote for a text",
             "the class with its highest score is counted, and scores are never added up",
         ),
-        (
-            "The texts are public",
-            "the recipe declares them; texts that hold private records are refused, up to the number declared",
-        ),
-        (
-            "The starting model is public",
-            "it is not looked into; a folder of an earlier private run is refused",
-        ),
+        *_PUBLIC,
     ),
     use="`labels.jsonl` holds the public texts with their labels, one JSON object a line. The folder `student`, if "
     "there is one, holds the model, for `AutoModelForSequenceClassification.from_pretrained` (with PEFT, if it is an "
@@ -85,14 +93,7 @@ TEACH_TOKENS = ReleaseWords(
     "name any other candidate at each place: one vote goes from one candidate to another, which changes the counts by "
     "√2. ε is the same under replace-one",
     not_covered=(
-        (
-            "the teachers, their votes and the division of the units",
-            "they are private, and none of them is written or shown",
-        ),
-        (
-            "an ε computed from the votes",
-            "it can be far smaller, but it depends on the private records, and none is printed",
-        ),
+        *_PRIVATE,
         ("the public texts", "they are published with their completions; never collect them from the private records"),
         (
             "the truth of a text",
@@ -100,10 +101,7 @@ TEACH_TOKENS = ReleaseWords(
         ),
     ),
     assumptions=(
-        (
-            "A unit has one teacher",
-            "the division is drawn from the operating system's randomness and depends on the number of units only",
-        ),
+        _ONE_TEACHER,
         (
             "Teachers do not depend on each other",
             "each starts from the same public weights, with fresh random numbers, learns from its own units only, and "
@@ -117,14 +115,7 @@ TEACH_TOKENS = ReleaseWords(
             "Candidates are public",
             "they follow from the public model, from released tokens, and from random numbers that depend on no record",
         ),
-        (
-            "The texts are public",
-            "the recipe declares them; texts that hold private records are refused, up to the number declared",
-        ),
-        (
-            "The starting model is public",
-            "it is not looked into; a folder of an earlier private run is refused",
-        ),
+        *_PUBLIC,
     ),
     use="`texts.jsonl` holds the completed texts, one JSON object a line. The folder `student`, if there is one, holds "
     "the model, for `AutoModelForCausalLM.from_pretrained` (with PEFT, if it is an adapter).",

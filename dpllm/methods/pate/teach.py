@@ -28,7 +28,7 @@ from transformers.utils import logging
 from dpllm.config import ConfigError
 from dpllm.config.query_recipe import QueryRecipe
 from dpllm.data.rows import RowCollator, tokenize_records, unit_index_of
-from dpllm.data.units import Int64Array
+from dpllm.data.units import Int64Array, UnitIndex
 from dpllm.ghost.model_calls import tokens_by_themselves
 from dpllm.methods.pate.prepare import QUIET, Prepared, prepare
 from dpllm.methods.pate.votes import (
@@ -52,6 +52,9 @@ from dpllm.report.disclosures import HELD_OUT
 from dpllm.training.arguments import training_arguments
 from dpllm.training.evaluation import measure
 
+Say = Callable[[str], None]
+Progress = Callable[[int], None]
+"""Called with the number of teachers that have voted, or for tokens that were trained, after each."""
 _ROWS = 64  # of a forward pass
 _SEED_BITS = 32
 State = Mapping[str, Tensor]
@@ -238,15 +241,25 @@ class Classroom:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
-Voted = Callable[[int], None]
+def _division(classroom: Classroom, rows: datasets.Dataset, run: QueryRun) -> tuple[Partition, UnitIndex]:
+    """Return the secret division of the units among the teachers, and the rows of each unit."""
+    prepared = classroom.prepared
+    units = unit_index_of(rows, prepared.recipe.privacy, run.randomness.generator())
+    return Partition(prepared.plan.num_units, prepared.options.teachers, run.randomness.generator()), units
+
+
+def _teacher(classroom: Classroom, rows: datasets.Dataset, run: QueryRun) -> Any:
+    """Return a teacher, trained from the start on these rows; one without rows is the public model."""
+    model, section = classroom.base.begin(), classroom.prepared.options.train
+    return train_without_privacy(model, rows, classroom.collator, section, run.private_folder) if len(rows) else model
 
 
 def labelled_texts(
-    classroom: Classroom, rows: datasets.Dataset, run: QueryRun, say: Callable[[str], None], voted: Voted
+    classroom: Classroom, rows: datasets.Dataset, run: QueryRun, say: Say, done: Progress
 ) -> datasets.Dataset:
     """Return the public texts that got a label, in the columns of the private records."""
     prepared = classroom.prepared
-    ballots = count_votes(classroom, rows, run, voted)
+    ballots = count_votes(classroom, rows, run, done)
     say(f"labelling {prepared.vote.num_prompts:,} public texts by a noisy vote")
     labels_N = released_labels(prepared.vote, prepared.options.teachers, run, ballots)
     labelled = classroom.labelled(labels_N)
@@ -254,25 +267,19 @@ def labelled_texts(
     return labelled
 
 
-def count_votes(classroom: Classroom, rows: datasets.Dataset, run: QueryRun, voted: Voted) -> Ballots:
+def count_votes(classroom: Classroom, rows: datasets.Dataset, run: QueryRun, done: Progress) -> Ballots:
     """Train every teacher on the rows of its units, and return the counts of their votes, which are private."""
-    prepared = classroom.prepared
-    options = prepared.options
-    units = unit_index_of(rows, prepared.recipe.privacy, run.randomness.generator())
-    partition = Partition(prepared.plan.num_units, options.teachers, run.randomness.generator())
-    prompts = classroom.prompts()
-    assert prepared.num_classes is not None, "teachers of tokens write in dpllm.methods.pate.teach"
+    partition, units = _division(classroom, rows, run)
+    prompts, num_classes = classroom.prompts(), classroom.prepared.num_classes
+    assert num_classes is not None, "teachers of tokens write in completed_texts"
 
     def vote_of(teacher: int, rows_of_teacher: Int64Array) -> Int64Array:
-        model = classroom.base.begin()
-        own = rows.select(rows_of_teacher)
-        if len(own):
-            model = train_without_privacy(model, own, classroom.collator, options.train, run.private_folder)
+        model = _teacher(classroom, rows.select(rows_of_teacher), run)
         classes_N = classes_of(model, prompts, classroom.collator)
-        voted(teacher + 1)
+        done(teacher + 1)
         return classes_N
 
-    return ballots_of(partition, units, Ballots(len(prompts), prepared.num_classes), vote_of)
+    return ballots_of(partition, units, Ballots(len(prompts), num_classes), vote_of)
 
 
 class Panel:
@@ -357,16 +364,13 @@ class Panel:
         return wide_RV.nan_to_num(nan=-torch.inf, posinf=torch.finfo(wide_RV.dtype).max, neginf=-torch.inf)
 
 
-Trained = Callable[[int], None]
-
-
 def completed_texts(
-    classroom: Classroom, rows: datasets.Dataset, run: QueryRun, say: Callable[[str], None], trained: Trained
+    classroom: Classroom, rows: datasets.Dataset, run: QueryRun, say: Say, done: Progress
 ) -> datasets.Dataset:
     """Return the public texts that were continued, in the columns of the private records."""
     prepared = classroom.prepared
     options, vote = prepared.options, prepared.vote
-    teachers = trained_teachers(classroom, rows, run, trained)
+    teachers = trained_teachers(classroom, rows, run, done)
     prompts = classroom.encoded_prompts()
     say(f"continuing {len(prompts):,} public texts by at most {vote.most_labels:,} tokens, each by a noisy vote")
     votes = TokenVotes(vote, options.teachers, run, options.public_votes)
@@ -387,27 +391,19 @@ def completed_texts(
     return completed
 
 
-def trained_teachers(classroom: Classroom, rows: datasets.Dataset, run: QueryRun, trained: Trained) -> list[State]:
+def trained_teachers(classroom: Classroom, rows: datasets.Dataset, run: QueryRun, done: Progress) -> list[State]:
     """Train every teacher on the rows of its units, and return their values, which are private."""
-    prepared = classroom.prepared
-    options = prepared.options
-    units = unit_index_of(rows, prepared.recipe.privacy, run.randomness.generator())
-    partition = Partition(prepared.plan.num_units, options.teachers, run.randomness.generator())
+    partition, units = _division(classroom, rows, run)
     teachers: list[State] = []
-    for teacher in range(options.teachers):
-        model = classroom.base.begin()
-        own = rows.select(partition.rows_of(teacher, units))
-        if len(own):
-            train_without_privacy(model, own, classroom.collator, options.train, run.private_folder)
+    for teacher in range(partition.num_teachers):
+        _teacher(classroom, rows.select(partition.rows_of(teacher, units)), run)
         teachers.append(classroom.base.state())
-        trained(teacher + 1)
+        done(teacher + 1)
     return teachers
 
 
 LABELS_FILE, TEXTS_FILE = "labels.jsonl", "texts.jsonl"
 STUDENT_FOLDER = "student"
-Say = Callable[[str], None]
-Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True)

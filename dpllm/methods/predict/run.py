@@ -173,7 +173,7 @@ def tokens_of(recipe: QueryRecipe, num_units: int) -> TokenPlan:
             tolerance=1e-6,  # a group has a whole number of units, which rounds up
         )
 
-    return plan_tokens(_options(recipe), num_units, noise_for)
+    return plan_tokens(recipe.options, num_units, noise_for)
 
 
 def plan_prediction(recipe: QueryRecipe, num_units: int) -> QueryPlan:
@@ -183,7 +183,7 @@ def plan_prediction(recipe: QueryRecipe, num_units: int) -> QueryPlan:
         ConfigError: as `tokens_of`.
         ValueError: δ is out of range.
     """
-    tokens, texts = tokens_of(recipe, num_units), _options(recipe).texts
+    tokens, texts = tokens_of(recipe, num_units), recipe.options.texts
     scoring = tokens.scoring
     settings: list[tuple[str, Value]] = [
         (QUANTITY, AROUND_PUBLIC if scoring.around_public else "logits"),
@@ -212,7 +212,7 @@ def predict_texts(recipe: QueryRecipe, records: PrivateRecords, plan: QueryPlan,
         ConfigError: the model does not load, has no room, couples rows or does not fit into memory.
         ValueError: the plan is another one, the budget does not allow the run, or the folder holds another.
     """
-    options, tokens = _options(recipe), tokens_of(recipe, records.num_units)
+    options, tokens = recipe.options, tokens_of(recipe, records.num_units)
     charge = plan.charge(CHARGE)
     if (charge.event, charge.count, plan.num_units) != (tokens.event, tokens.tokens, records.num_units):
         raise ValueError("the plan is not that of this recipe and these records: make it with plan_prediction")
@@ -259,7 +259,7 @@ def charged_texts(
 
 def _sampler(recipe: QueryRecipe, tokens: TokenPlan) -> tuple[GroupSampler, list[str]]:
     """Return the loaded sampler, and open points about its model."""
-    options = _options(recipe)
+    options: PredictConfig = recipe.options
     model, tokenizer, points = load_public_model(recipe)
     limits = TextLimits(
         max_new_tokens=options.max_new_tokens,
@@ -276,11 +276,6 @@ def _sampler(recipe: QueryRecipe, tokens: TokenPlan) -> tuple[GroupSampler, list
         rows = tokens.scoring.units * limits.rows_per_unit
         require_memory(model, length + options.max_new_tokens, rows, options.rows_per_pass, options.cached)
     return sampler, points
-
-
-def _options(recipe: QueryRecipe) -> PredictConfig:
-    assert isinstance(recipe.options, PredictConfig)  # `load_query_recipe` made it
-    return recipe.options
 
 
 QUERY = QueryCommand(

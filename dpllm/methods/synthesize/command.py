@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,8 +14,8 @@ from dpllm.cli.common import AsJson, command, show_json, show_table
 from dpllm.config.values import integer
 
 if TYPE_CHECKING:
-    from dpllm.methods.synthesize.data_set import Labels, Request
-    from dpllm.models.generation import Prompt, Sampling, TextGenerator
+    from dpllm.methods.synthesize.data_set import Labels
+    from dpllm.models.generation import Prompt
 
 
 FILTERS, COMPARED = "texts", "compared"
@@ -78,104 +77,39 @@ def synthesize(
     """
     integer("--number", number, 1)
     integer("--batch-size", batch_size, 1)
-    wishes = Wishes(
-        labels,
-        label_shares,
-        count_labels,
-        count_noise,
-        min_words,
-        max_words,
-        duplicates,
-        blocklist,
-        file_format,
-        budget,
-    )
     asked = texts.prompts_of(prompt, prompts, prompt_column)
     _say(f"checking {folder}")
-    texts.check(folder)
-    texts.refuse_private_prompts(folder, asked)
-    planned = prepare(folder, wishes, prompt)
-    model, sampling = texts.load(folder, max_new_tokens, temperature, top_p, seed)
-    to_model = texts.as_chat if texts.uses_template(folder, model, template) else None
-    make(folder, output, model, planned or asked, wishes.request(number, sampling, batch_size), wishes, to_model)
-
-
-@dataclass(frozen=True)
-class Wishes:
-    """The options of a data set, as they were given."""
-
-    labels: str | None
-    label_shares: Path | None
-    count_labels: str | None
-    count_noise: float | None
-    min_words: int
-    max_words: int | None
-    duplicates: bool
-    blocklist: Path | None
-    file_format: str
-    budget: Path | None
-
-    def request(self, number: int, sampling: Sampling, batch_size: int) -> Request:
-        """Return the request of the data set."""
-        from dpllm.methods.synthesize.data_set import Request
-        from dpllm.methods.synthesize.texts import FilterSettings, blocked_words
-
-        blocked: tuple[str, ...] = ()
-        if self.blocklist is not None:
-            try:
-                blocked = blocked_words(self.blocklist.read_text(encoding="utf-8").splitlines())
-            except (OSError, UnicodeDecodeError) as error:
-                raise ValueError(f"--blocklist {self.blocklist} cannot be read ({error})") from error
-        filters = FilterSettings(
-            min_words=self.min_words, max_words=self.max_words, duplicates=self.duplicates, blocked=blocked
-        )
-        return Request(
-            number=number, sampling=sampling, filters=filters, batch_size=batch_size, file_format=self.file_format
-        )
-
-
-def prepare(folder: Path, wishes: Wishes, prompts: Sequence[str] | None) -> Labels | None:
-    """Return the labels of a data set, None if it has none; print the cost before anything is charged.
-
-    Raises:
-        ValueError: the options of labels contradict each other, or the run can have no data set.
-    """
-    from dpllm.methods.synthesize.data_set import plan_of
-
-    labels = _labels(wishes, prompts)
-    plan = plan_of(folder, None if labels is None else labels.counted)
-    with_counts = " with the counts of the labels" if plan.charges else "; the data set itself costs nothing"
-    _say(f"the data set will cost {plan.guarantee}{with_counts}")
-    return labels
-
-
-def make(
-    folder: Path,
-    output: Path,
-    model: TextGenerator,
-    wanted: Sequence[Prompt] | Labels,
-    request: Request,
-    wishes: Wishes,
-    to_model: Callable[[Any], Prompt] | None,
-) -> None:
-    """Make the data set, and print what it has."""
     from rich.console import Console
     from rich.progress import Progress
 
-    from dpllm.methods.synthesize.data_set import make_data_set
+    from dpllm.methods.synthesize.data_set import Request, make_data_set, plan_of
+    from dpllm.methods.synthesize.texts import FilterSettings
+
+    texts.check(folder)
+    texts.refuse_private_prompts(folder, asked)
+    of_labels = _labels(labels, label_shares, count_labels, count_noise, prompt)
+    plan = plan_of(folder, None if of_labels is None else of_labels.counted)
+    with_counts = " with the counts of the labels" if plan.charges else "; the data set itself costs nothing"
+    _say(f"the data set will cost {plan.guarantee}{with_counts}")
+    model, sampling = texts.load(folder, max_new_tokens, temperature, top_p, seed)
+    to_model = texts.as_chat if texts.uses_template(folder, model, template) else None
+    filters = FilterSettings(
+        min_words=min_words, max_words=max_words, duplicates=duplicates, blocked=_blocked(blocklist)
+    )
+    request = Request(number=number, sampling=sampling, filters=filters, batch_size=batch_size, file_format=file_format)
 
     def ready(prompt: Prompt) -> Prompt:
         return to_model(prompt) if to_model is not None and isinstance(prompt, str) and prompt else prompt
 
     with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("texts", total=request.number)
+        task = progress.add_task("texts", total=number)
         made = make_data_set(
             folder,
             output,
             model,
-            wanted,
+            of_labels or asked,
             request,
-            budget=wishes.budget or _budget_of(folder),
+            budget=budget or _budget_of(folder),
             to_model=ready,
             say=_say,
             moved=lambda count: progress.advance(task, count),
@@ -192,31 +126,52 @@ def make(
     _say(f"dpllm verify {output}   # checks the data set and its guarantee")
 
 
-def _labels(wishes: Wishes, prompts: Sequence[str] | None) -> Labels | None:
+def _blocked(path: Path | None) -> tuple[str, ...]:
+    """Return the blocked words of a file; none without one."""
+    from dpllm.methods.synthesize.texts import blocked_words
+
+    try:
+        return () if path is None else blocked_words(path.read_text(encoding="utf-8").splitlines())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--blocklist {path} cannot be read ({error})") from error
+
+
+def _labels(
+    labels: str | None,
+    label_shares: Path | None,
+    count_labels: str | None,
+    count_noise: float | None,
+    prompts: Sequence[str] | None,
+) -> Labels | None:
+    """Return the labels of a data set, None if it has none.
+
+    Raises:
+        ValueError: the options contradict each other.
+    """
     from dpllm.methods.synthesize.data_set import CountedLabels, Labels
     from dpllm.methods.synthesize.texts import check_classes, public_shares
 
-    if wishes.labels is None and wishes.label_shares is None:
-        if wishes.count_labels is not None or wishes.count_noise is not None:
-            name = "--count-noise" if wishes.count_labels is None else "--count-labels"
+    if labels is None and label_shares is None:
+        if count_labels is not None or count_noise is not None:
+            name = "--count-noise" if count_labels is None else "--count-labels"
             raise ValueError(f"{name} counts public labels: name all of them with --labels")
         return None
-    if wishes.labels is not None and wishes.label_shares is not None:
+    if labels is not None and label_shares is not None:
         raise ValueError("--labels and --label-shares both name the labels: give one of them")
     if not prompts or len(prompts) > 1:
         raise ValueError("labels need one --prompt with {label}, as the model saw prompts in training")
-    if wishes.count_labels is None and wishes.count_noise is not None:
+    if count_labels is None and count_noise is not None:
         raise ValueError("--count-noise is the noise of --count-labels: name the column to count, or omit it")
     template = prompts[0]
-    if wishes.label_shares is not None:
-        if wishes.count_labels is not None:
+    if label_shares is not None:
+        if count_labels is not None:
             raise ValueError("--label-shares are public, and --count-labels counts them: give one of them")
-        return Labels(template=template, shares=public_shares(_read_shares(wishes.label_shares)))
-    classes = check_classes([name.strip() for name in str(wishes.labels).split(",")])
-    if wishes.count_labels is None:
+        return Labels(template=template, shares=public_shares(_read_shares(label_shares)))
+    classes = check_classes([name.strip() for name in str(labels).split(",")])
+    if count_labels is None:
         return Labels(template=template, shares=public_shares(dict.fromkeys(classes, 1)))
-    noise = {} if wishes.count_noise is None else {"noise_multiplier": wishes.count_noise}
-    return Labels(template=template, counted=CountedLabels(classes=classes, column=wishes.count_labels, **noise))
+    noise = {} if count_noise is None else {"noise_multiplier": count_noise}
+    return Labels(template=template, counted=CountedLabels(classes=classes, column=count_labels, **noise))
 
 
 def _read_shares(path: Path) -> dict[str, Any]:
@@ -276,7 +231,6 @@ def evaluate(
     real_is_public: Annotated[
         bool, typer.Option("--real-is-public", help="Declare that the texts of --real are public.")
     ] = False,
-    canaries: Annotated[Path | None, typer.Option(help="canaries.json, if they were in the data of the run.")] = None,
     output: Annotated[
         Path | None,
         typer.Option(help="Its .json file; without it in not_for_release/."),
@@ -306,7 +260,7 @@ def evaluate(
     path = output or (synthetic / EVALUATION_FILE if synthetic.is_dir() else None)
     if path is not None and path.suffix != ".json":
         raise ValueError(f"--output {path}: results are written as .json, with a table beside them: change the ending")
-    private = not real_is_public or train is not None or canaries is not None
+    private = not real_is_public or train is not None
     if private and path is not None:
         require_outside(path)
     if classifier or (mauve and model is not None):
@@ -325,10 +279,7 @@ def evaluate(
             embedder = load_embedder(model)
     if private and (synthetic.is_dir() or (folder / LEDGER_FILE).is_file()):
         note_evaluation(folder)  # before there is a result
-    heard = None if canaries is None else _echo(canaries, sets[0].texts)
     found = compare(sets, held_out, trained, embedder, model, settings, _say)
-    if heard is not None:
-        found = replace(found, notes=(*found.notes, heard))
     if path is not None:
         found.save(path)
     if private:
@@ -342,13 +293,3 @@ def evaluate(
         typer.echo(note)
     if path is not None:
         typer.echo(f"written: {path}, {path.with_suffix('.md')}")
-
-
-def _echo(path: Path, texts: Sequence[str]) -> str:
-    """Return how much of the canaries is in the texts, in words."""
-    from dpllm.audit.canaries import CanarySet
-    from dpllm.methods.synthesize.evaluation import echo
-
-    made = CanarySet.load(path)
-    own = [" ".join(text for _, text in canary.records) for canary in made.canaries]
-    return str(echo(texts, own, made.included))
