@@ -26,6 +26,7 @@ from dpllm.mechanism.events import Event
 from dpllm.methods.aggregate.combination import Combined, combined
 from dpllm.methods.predict.inputs import (
     PrivateRecords,
+    PublicModel,
     load_public_model,
     model_section,
     read_records,
@@ -72,15 +73,9 @@ class Asker:
 
     def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, opening: str, limits: Limits) -> None:
         """Find the public tokens around the records."""
-        if model.config.is_encoder_decoder:
-            raise ConfigError("the model has an encoder and a decoder: take a causal language model")
-        self._model, self._tokenizer, self._limits = model, tokenizer, limits
+        self._public, self._limits = PublicModel(model, tokenizer), limits
         before, self._after = _frame(tokenizer)
-        bos = tokenizer.bos_token_id
-        self._start = [*([] if bos is None else [int(bos)]), *self._ids(before + opening)]
-        ends = model.generation_config.eos_token_id
-        own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        self._ends = {*own, *(ends if isinstance(ends, list) else [] if ends is None else [ends])}
+        self._start = [*self._public.start, *self._public.encoded(before + opening)]
 
     def length(self, ask: str) -> int:
         """Return the public number of tokens of every prompt with this question."""
@@ -95,7 +90,6 @@ class Asker:
         Raises:
             ConfigError: a prompt and its answer are longer than the model can read, or a prompt is empty.
         """
-        sees = getattr(self._model.config, "max_position_embeddings", None)
         most = 0
         for ask, answers in questions:
             if not self._start and not self._question(ask):
@@ -107,10 +101,10 @@ class Asker:
                 raise ConfigError(f"the listed answer {answers[sizes.index(0)]!r} has no token: leave it out")
             new = max(sizes, default=self._limits.max_new_tokens)
             most = max(most, self.length(ask) + new)
-        if isinstance(sees, int) and 0 < sees < most:
+        if self._public.sees is not None and most > self._public.sees:
             raise ConfigError(
                 f"the records of a group, a question and its answer are up to {most:,} tokens together, and the model "
-                f"sees {sees:,}: lower data.max_length, aggregate.group_size or aggregate.max_new_tokens"
+                f"sees {self._public.sees:,}: lower data.max_length, aggregate.group_size or aggregate.max_new_tokens"
             )
         return max(self.length(ask) for ask, _ in questions), most
 
@@ -118,7 +112,7 @@ class Asker:
         """Return the likeliest continuation of each group's prompt, token by token, as a text."""
         rows, size = [self._row(group, ask) for group in groups], self._limits.rows_per_pass
         passes = [rows[first : first + size] for first in range(0, len(rows), size)]
-        return [self._decoded(tokens) for part in passes for tokens in self._greedy(part, self.length(ask))]
+        return [self._public.decoded(tokens) for part in passes for tokens in self._greedy(part, self.length(ask))]
 
     def likeliest(self, groups: Sequence[Sequence[str]], ask: str, answers: Sequence[str]) -> list[int]:
         """Return, for each group, the number of the listed answer whose likelihood its records raise most.
@@ -143,22 +137,21 @@ class Asker:
                 f"a group has {len(records)} records, and {self._limits.records} is the public maximum: make groups of "
                 "that size"
             )
-        read = [token for record in records for token in self._ids(record)[: self._limits.record_tokens]]
+        read = [token for record in records for token in self._public.encoded(record)[: self._limits.record_tokens]]
         return [*self._start, *read, *self._question(ask)]
 
     def _greedy(self, rows: list[list[int]], length: int) -> list[list[int]]:
         """Return the new tokens of each row of a pass, up to the one that ends a text."""
         limits = self._limits
-        going = Continuation(self._model, rows, length, len(rows), limits.cached)
+        going = Continuation(self._public.model, rows, length, len(rows), limits.cached)
         found: list[Tensor] = []
         for _ in range(limits.max_new_tokens):
             ((_, logits_RV),) = going.logits()
             found.append(logits_RV.float().nan_to_num(nan=-torch.inf).argmax(dim=1))
             going.append(found[-1])
         tokens_RT = torch.stack(found, dim=1).tolist()
-        return [
-            tokens[: next((at for at, one in enumerate(tokens) if one in self._ends), None)] for tokens in tokens_RT
-        ]
+        ends = self._public.ends
+        return [tokens[: next((at for at, one in enumerate(tokens) if one in ends), None)] for tokens in tokens_RT]
 
     def _scores(self, rows: list[list[int]], ask: str, answers: list[list[int]]) -> Tensor:
         """Return (rows, answers): the logarithm of the probability of each answer after each row."""
@@ -171,7 +164,7 @@ class Asker:
         return torch.cat(found).reshape(len(rows), len(answers))
 
     def _of_targets(self, rows: list[list[int]], length: int, target_RT: Tensor, counts_R: Tensor) -> Tensor:
-        going = Continuation(self._model, rows, length, len(rows), self._limits.cached)
+        going = Continuation(self._public.model, rows, length, len(rows), self._limits.cached)
         total_R = torch.zeros(len(rows), dtype=torch.float64)
         for step in range(target_RT.shape[1]):
             ((_, logits_RV),) = going.logits()
@@ -182,19 +175,13 @@ class Asker:
         return total_R
 
     def _question(self, ask: str) -> list[int]:
-        return self._ids(ask + self._after)
+        return self._public.encoded(ask + self._after)
 
     def _answers(self, ask: str, answers: Sequence[str]) -> list[list[int]]:
         """Return the tokens of each answer; a space comes before it unless the prompt ends with one."""
         prompt = ask + self._after
         space = "" if self._after or not prompt or prompt[-1].isspace() else " "
-        return [self._ids(space + answer) for answer in answers]
-
-    def _decoded(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-    def _ids(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) if text else []
+        return [self._public.encoded(space + answer) for answer in answers]
 
 
 def _frame(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:

@@ -106,42 +106,37 @@ class Template:
         return _FIELD.sub(lambda found: "" if values[found[1]] is None else str(values[found[1]]), self.text)
 
 
-class PromptEncoder:
-    """Turns contexts and prompts into rows of one public length."""
+class PublicModel:
+    """A public causal language model with its tokenizer: from texts to tokens and back.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_context: int) -> None:
-        """Find the tokens that begin a text."""
-        self._tokenizer, self._max = tokenizer, max_context
-        bos = tokenizer.bos_token_id
-        self._start = [] if bos is None else [int(bos)]
+    Attributes:
+        sees: the most tokens of a row; None: no limit.
+        start: tokens that begin a text.
+        ends: tokens that end a text.
 
-    def prompt(self, text: str) -> list[int]:
-        """Return the tokens of a public prompt."""
-        return self._ids(text)
+    Raises:
+        ConfigError: the model has an encoder and a decoder.
+    """
 
-    def length(self, prompt: Sequence[int]) -> int:
-        """Return the public number of tokens of every row with this prompt."""
-        return len(self._start) + self._max + len(prompt)
+    def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Read the tokens that begin and end a text."""
+        if model.config.is_encoder_decoder:
+            raise ConfigError("the model has an encoder and a decoder: take a causal language model (task: causal_lm)")
+        self.model, self.tokenizer = model, tokenizer
+        sees = getattr(model.config, "max_position_embeddings", None)
+        self.sees = sees if isinstance(sees, int) and sees > 0 else None
+        self.start = [] if tokenizer.bos_token_id is None else [int(tokenizer.bos_token_id)]
+        ends = model.generation_config.eos_token_id
+        own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        self.ends = {*own, *(ends if isinstance(ends, list) else [] if ends is None else [ends])}
 
-    def row(self, context: str, prompt: Sequence[int]) -> list[int]:
-        """Return the tokens of a row: the start, the context, the prompt.
+    def encoded(self, text: str) -> list[int]:
+        """Return the tokens of a text, without special ones."""
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) if text else []
 
-        Raises:
-            ConfigError: there is no token at all.
-        """
-        row = [*self._start, *self._ids(context)[: self._max], *prompt]
-        if row:
-            return row
-        end = self._tokenizer.eos_token_id
-        if end is None:
-            raise ConfigError(
-                "the tokenizer has no token that begins or ends a text, so nothing can follow an empty prompt: give "
-                "predict.prompts"
-            )
-        return [int(end)]
-
-    def _ids(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) if text else []
+    def decoded(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dpllm.config import ConfigError
-from dpllm.methods.predict.inputs import PromptEncoder
+from dpllm.methods.predict.inputs import PublicModel
 from dpllm.models.continuation import Continuation
 
 STEPS = 2**30
@@ -202,21 +202,12 @@ class GroupSampler:
         max_context: int,
     ) -> None:
         """Take a loaded model."""
-        if model.config.is_encoder_decoder:
-            raise ConfigError(
-                "the model has an encoder and a decoder: private prediction needs a causal language model (task: "
-                "causal_lm)"
-            )
-        self._model, self._tokenizer = model, tokenizer
+        self._public, self._max = PublicModel(model, tokenizer), max_context
         self._scoring, self._limits = scoring, limits
-        self._encoder = PromptEncoder(tokenizer, max_context)
-        ends = model.generation_config.eos_token_id
-        own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        self._ends = {*own, *(ends if isinstance(ends, list) else [] if ends is None else [ends])}
 
     def length(self, prompt: str) -> int:
         """Return the public number of tokens of a row with this prompt, before a token is drawn."""
-        return self._encoder.length(self._encoder.prompt(prompt))
+        return len(self._public.start) + self._max + len(self._public.encoded(prompt))
 
     def require_room(self, prompts: Sequence[str]) -> None:
         """Refuse prompts that leave no room for T new tokens.
@@ -224,12 +215,11 @@ class GroupSampler:
         Raises:
             ConfigError: one does not.
         """
-        sees = getattr(self._model.config, "max_position_embeddings", None)
         longest = max(map(self.length, prompts)) + self._limits.max_new_tokens
-        if isinstance(sees, int) and 0 < sees < longest:
+        if self._public.sees is not None and longest > self._public.sees:
             raise ConfigError(
-                f"context, prompt and new tokens are {longest} tokens together, and the model sees {sees}: lower "
-                "data.max_length or predict.max_new_tokens"
+                f"context, prompt and new tokens are {longest} tokens together, and the model sees "
+                f"{self._public.sees}: lower data.max_length or predict.max_new_tokens"
             )
 
     def text(self, contexts: Sequence[Sequence[str]], prompt: str, public_context: str = "") -> str:
@@ -251,31 +241,44 @@ class GroupSampler:
         most = self._limits.rows_per_unit
         if (found := max(map(len, contexts), default=0)) > most:
             raise ValueError(f"a unit has {found} records, and {most} are public: take at most {most} of each unit")
-        ids = self._encoder.prompt(prompt)
-        public_row = self._encoder.row(public_context, ids)
+        ids = self._public.encoded(prompt)
+        public_row = self._row(public_context, ids)
         rows, rows_of_unit = [], []
         for unit in [*contexts, *[[]] * (self._scoring.units - len(contexts))]:
             empty = most - len(unit)  # public rows, whose logits are not read: each unit has its own places
-            rows += [*(self._encoder.row(one, ids) for one in unit), *[public_row] * empty]
+            rows += [*(self._row(one, ids) for one in unit), *[public_row] * empty]
             rows_of_unit += [len(unit)] * len(unit) + [0] * empty
         # The public row has no public length of contexts to hide, but equal shapes keep its rounding the same.
-        length = self._encoder.length(ids)
-        own = Continuation(self._model, rows, max(length, 1), self._limits.rows_per_pass, self._limits.cached)
-        public = Continuation(self._model, [public_row], max(length, 1), 1, self._limits.cached)
+        length = max(self.length(prompt), 1)
+        own = Continuation(self._public.model, rows, length, self._limits.rows_per_pass, self._limits.cached)
+        public = Continuation(self._public.model, [public_row], length, 1, self._limits.cached)
         return self._until_end(own, public, rows_of_unit)
 
     def _until_end(self, own: Continuation, public: Continuation, rows_of_unit: list[int]) -> str:
         stop = self._limits.stop
 
         def stopped(tokens: list[int]) -> bool:
-            return stop is not None and stop in self._decoded(tokens)
+            return stop is not None and stop in self._public.decoded(tokens)
 
         most = self._limits.max_new_tokens
-        text = self._decoded(drawn_tokens(self._scoring, own, public, rows_of_unit, most, self._ends, stopped))
+        tokens = drawn_tokens(self._scoring, own, public, rows_of_unit, most, self._public.ends, stopped)
+        text = self._public.decoded(tokens)
         return text if stop is None else text.split(stop, 1)[0]
 
-    def _decoded(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    def _row(self, context: str, prompt: Sequence[int]) -> list[int]:
+        """Return the tokens of a row: the start, the context, the prompt.
+
+        Raises:
+            ConfigError: there is no token at all.
+        """
+        row = [*self._public.start, *self._public.encoded(context)[: self._max], *prompt]
+        end = self._public.tokenizer.eos_token_id
+        if not row and end is None:
+            raise ConfigError(
+                "the tokenizer has no token that begins or ends a text, so nothing can follow an empty prompt: give "
+                "predict.prompts"
+            )
+        return row or [int(end)]
 
 
 def drawn_tokens(

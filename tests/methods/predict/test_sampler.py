@@ -98,8 +98,8 @@ def test_rows_continue_with_the_same_tokens(loaded, drawn):
     model, _ = loaded
     limited = sampler_of(loaded, rows_per_pass=3)
     limited.text(RECORDS, "the")
-    public = limited._encoder.row("", limited._encoder.prompt("the"))
-    rows = [limited._encoder.row(one[0], limited._encoder.prompt("the")) for one in RECORDS]
+    public = limited._row("", limited._public.encoded("the"))
+    rows = [limited._row(one[0], limited._public.encoded("the")) for one in RECORDS]
     scoring, tokens = limited._scoring, []
     for found in drawn:
         with torch.no_grad():
