@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -214,21 +213,6 @@ TRAIN_KEYS = (
 _STOP = "finishing this round, then saving the model and its privacy report"
 
 
-@dataclass(frozen=True)
-class Records:
-    """The private records, the held-out ones, and the clients.
-
-    Attributes:
-        train: the records of all clients.
-        held_out: None: there are none.
-        plan: of the run.
-    """
-
-    train: datasets.Dataset
-    held_out: datasets.Dataset | None
-    plan: PrivacyPlan
-
-
 def check_federated(recipe: Recipe) -> TrainingArguments:
     """Check a recipe before anything is read; return the arguments of ``train``.
 
@@ -269,8 +253,10 @@ def check_federated(recipe: Recipe) -> TrainingArguments:
     return training_arguments({**PLAIN, **recipe.train})
 
 
-def read(recipe: Recipe, args: TrainingArguments, phases: Phases) -> Records:
-    """Read the records, and compute and print the plan: clients are users, and rounds are steps."""
+def read(
+    recipe: Recipe, args: TrainingArguments, phases: Phases
+) -> tuple[datasets.Dataset, datasets.Dataset | None, PrivacyPlan]:
+    """Return all clients' records, the held-out ones and the plan, which is printed: clients are users."""
     phases.begin("reading the records")
     train, held_out = load_train_and_eval(recipe.data, recipe.privacy)
     refuse_private_parts(recipe, train, held_out)
@@ -281,7 +267,7 @@ def read(recipe: Recipe, args: TrainingArguments, phases: Phases) -> Records:
     require_federated(plan)
     phases.end()
     show("privacy plan", [*format_plan(plan), ("who sees what", words_about_the_server(plan))])
-    return Records(train, held_out, plan)
+    return train, held_out, plan
 
 
 def run(recipe: Recipe) -> int:
@@ -293,24 +279,32 @@ def run(recipe: Recipe) -> int:
     phases = Phases(console, bars=not recipe.train.get("disable_tqdm"))
     phases.begin("checking the recipe", "options, model and output folder")
     args = check_federated(recipe)
-    refuse_used(Path(str(args.output_dir)))
-    records = read(recipe, args, phases)
+    if is_used(Path(str(args.output_dir)) / LEDGER_FILE):
+        raise ValueError(
+            f"{args.output_dir} already holds a private run, and a federated run is not resumed: set train.output_dir "
+            "to another folder. The rounds of the first run stay charged"
+        )
+    train, private_held_out, plan = read(recipe, args, phases)
     if recipe.privacy.budget_file:
-        require_room(recipe.privacy.budget_file, records.plan, str(recipe.privacy.dataset))
-    start = public_start(recipe, records.train, records.held_out, None, False, phases)
+        require_room(recipe.privacy.budget_file, plan, str(recipe.privacy.dataset))
+    start = public_start(recipe, train, private_held_out, None, False, phases)
     phases.begin("loading the model, tokenizing the records")
     model = prepare_model(load_base_model(start.model, start.tokenizer, None), recipe.model)
-    rows, units = rows_of_clients(recipe, records.train, start.tokenizer)
-    server = Server(recipe, args, records.plan, model, start)
-    server.held_out = held_out_of(recipe, records.held_out, start.tokenizer)
+    rows, units = rows_of_clients(recipe, train, start.tokenizer)
+    collator = RowCollator(pad_token_id=_padding(start.tokenizer))
+    held_out = None
+    if private_held_out:
+        held_out_rows = tokenize_records(private_held_out, start.tokenizer, recipe.data)
+        held_out = HeldOut(HeldOutRows(private_held_out, held_out_rows, collator, recipe.data, start.tokenizer))
+    server = Server(recipe, args, plan, model, start, held_out)
 
     def note(ledger: SharedLedger) -> None:
         note_units(ledger, units)
         note_data(ledger, rows, units, recipe.privacy)
         sources = PrivateSources()
-        add_sources(sources, recipe, start, records.train, records.held_out)
-        sources.note(ledger, model, records.plan)
-        if (contents := contents_of(records.train)) is not None:
+        add_sources(sources, recipe, start, train, private_held_out)
+        sources.note(ledger, model, plan)
+        if (contents := contents_of(train)) is not None:
             ledger.remember_records(contents)
 
     def rows_of(client: int) -> list[Any]:
@@ -318,9 +312,9 @@ def run(recipe: Recipe) -> int:
         return list(rows.select(numbers))
 
     federate, own = federate_of(recipe), copy.deepcopy(model)
-    weights, collator = SharedWeights(own, federate.lora), RowCollator(pad_token_id=_padding(start.tokenizer))
+    weights = SharedWeights(own, federate.lora)
     training = LocalTraining(own, weights, collator, federate, args.per_device_train_batch_size)
-    clients = Clients(records.plan, training, rows_of, federate.simulated_dropouts)
+    clients = Clients(plan, training, rows_of, federate.simulated_dropouts)
     return server.carry_out(clients, phases, note)
 
 
@@ -332,32 +326,10 @@ def rows_of_clients(
     return rows, unit_index_of(rows, recipe.privacy, secret_rng())
 
 
-def refuse_used(folder: Path) -> None:
-    """Refuse a folder with a run.
-
-    Raises:
-        ValueError: it holds one; a federated run is not resumed.
-    """
-    if is_used(folder / LEDGER_FILE):
-        raise ValueError(
-            f"{folder} already holds a private run, and a federated run is not resumed: set train.output_dir to "
-            "another folder. The rounds of the first run stay charged"
-        )
-
-
 def federate_of(recipe: Recipe) -> FederateConfig:
     """Return the section ``federate``; `check_federated` made sure that there is one."""
     section: FederateConfig = recipe.beside["federate"]
     return section
-
-
-def held_out_of(recipe: Recipe, records: datasets.Dataset | None, tokenizer: PreTrainedTokenizerBase) -> HeldOut | None:
-    """Return the held-out records with their rows; None: there are none."""
-    if not records:
-        return None
-    collator = RowCollator(pad_token_id=_padding(tokenizer))
-    rows = tokenize_records(records, tokenizer, recipe.data)
-    return HeldOut(HeldOutRows(records, rows, collator, recipe.data, tokenizer))
 
 
 class Server:
@@ -372,11 +344,19 @@ class Server:
         ConfigError: the starting weights may hold private records.
     """
 
-    def __init__(self, recipe: Recipe, args: TrainingArguments, plan: PrivacyPlan, model: Any, start: Start) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        args: TrainingArguments,
+        plan: PrivacyPlan,
+        model: Any,
+        start: Start,
+        held_out: HeldOut | None,
+    ) -> None:
         """Check the start; nothing is written or charged."""
         self._recipe, self._args, self._plan, self._start = recipe, args, plan, start
         self.model, self.folder = model, Path(str(args.output_dir))
-        self.held_out: HeldOut | None = None
+        self.held_out = held_out
         self._points = [*start.declared, *check_start(model, self.folder, recipe.model.start_is_independent)]
 
     def carry_out(self, clients: Clients, phases: Phases, note: Callable[[SharedLedger], None]) -> int:
