@@ -97,12 +97,12 @@ class Released:
         return RowCollator(pad_token_id=int(self.tokenizer.pad_token_id))
 
     def rows(self, records: datasets.Dataset) -> datasets.Dataset:
-        """Tokenize records in the same way as the training."""
+        """Tokenize records as in the training."""
         return tokenize_records(records, self.tokenizer, self.recipe.data)
 
 
 def load_released(folder: str | Path, device: str | torch.device | None = None) -> Released:
-    """Read a model folder.
+    """Load a finished model with its recipe, its tokenizer and, if it is private, its claim.
 
     Args:
         folder: a model in the format of transformers or peft, its tokenizer, and the recipe.yaml of its training; also
@@ -165,7 +165,7 @@ def load_causal_model(
 
 
 def starting_point(released: Released) -> str | None:
-    """Return the folder or name of the private training's starting model; None if its weights were random."""
+    """Return the folder or Hub name of the starting model of the private training; None if its weights were random."""
     if released.recipe.public_pretrain is not None:
         beside = (released.folder, Path(released.recipe.train.get("output_dir", released.folder)))
         for folder in beside:
@@ -205,7 +205,7 @@ class Sample:
 
 
 def draw_sample(recipe: Recipe, num_records: int, seed: int = 0, leave_out: Collection[str] = ()) -> Sample:
-    """Draw the same number of members and non-members, each text once.
+    """Draw equally many members and non-members, each text once.
 
     A bound on an attack holds for a record whose text entered the data once. It applies to an estimate only if members
     and non-members come from the same distribution. So texts in both, and texts that were trained on more than once,
@@ -393,7 +393,7 @@ class AttackReport:
 
 
 def _note_attack(folder: Path) -> None:
-    """Write into the ledger of a run that its records were attacked; a folder without a guarantee has none."""
+    """Record in the ledger of a run that its records were attacked; a folder without a guarantee has no ledger."""
     if (folder / LEDGER_FILE).is_file() and not (folder / MANIFEST_FILE).is_file():
         add_disclosure(folder, ATTACK)
 
@@ -401,10 +401,10 @@ def _note_attack(folder: Path) -> None:
 def attack_folder(
     folder: str | Path, settings: AttackSettings | None = None, progress: Progress = lambda text: None
 ) -> AttackReport:
-    """Attack the model of a folder; the ledger of its run, if there is one, lists that this was done.
+    """Attack the model of a folder; the ledger of its run, if there is one, records that.
 
-    Canaries that `dpllm audit prepare` put into its data count neither as members nor as non-members here: they have
-    their own audit.
+    Canaries that `dpllm audit prepare` added to the data count neither as members nor as non-members: they have their
+    own audit.
 
     Raises:
         AuditError: the folder lacks a file; too few records; members and non-members differ before training.
@@ -476,7 +476,7 @@ def attack_tables(report: AttackReport) -> list[Table]:
 
 
 def attack_facts(report: AttackReport) -> list[tuple[str, str]]:
-    """Return the facts to print beside the tables."""
+    """Return the facts to print below the tables."""
     facts = [
         ("perplexity of members", f"{report.records.member_perplexity:.4g}"),
         ("perplexity of held-out records", f"{report.records.held_out_perplexity:.4g}"),

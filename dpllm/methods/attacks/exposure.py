@@ -1,7 +1,7 @@
 """Canaries in a released model or text: their exposure, and the audit of synthetic texts.
 
 Exposure is how much higher a canary scores than similar texts that the model never saw, in bits: how much memorisation
-helps somebody who tries such texts one after the other (Carlini, Liu, Erlingsson, Kos, Song, arXiv:1802.08232). It is
+helps somebody who tries such texts one by one (Carlini, Liu, Erlingsson, Kos, Song, arXiv:1802.08232). It is
 not a bound on ε. About half of the canaries of an audit were left out by coin flips, and the candidates were never in
 the data: they are the reference.
 
@@ -77,7 +77,7 @@ def exposure_of_run(
     reference: str | None = None,
     plain: bool = False,
 ) -> Exposure:
-    """Return the exposure of the canaries under the model of a run; args and errors are those of `audit_run`.
+    """Return the exposure of the canaries under the model of a run; arguments and errors are those of `audit_run`.
 
     Raises:
         AuditError: no canary was included, or there are too few texts to compare with.
@@ -93,8 +93,8 @@ def exposure(included: Floats, reference: Floats) -> Exposure:
     """Return the exposure of all included canaries.
 
     Args:
-        included: (n,) their scores, higher = more likely in the training data.
-        reference: (r,) scores of texts of the same kind that were not in it.
+        included: (n,) scores of the included canaries; higher means more likely in the training data.
+        reference: (r,) scores of texts of the same kind that were not in the training data.
 
     Raises:
         AuditError: no canary, or too few texts to compare with.
@@ -118,7 +118,7 @@ def exposure(included: Floats, reference: Floats) -> Exposure:
 
 
 def exposure_by_rank(scores: Floats, reference: Floats) -> Floats:
-    """Return log2 of the number of texts over the canary's rank among them, the canary counted in both: (n,).
+    """Return, (n,), log2 of the number of texts divided by the canary's rank, both including the canary.
 
     Half of the texts with the canary's own score rank before it.
 
@@ -197,9 +197,9 @@ def audit_texts(
     Guarantee: a sound data set fails with probability at most 1 - confidence (`judge`).
 
     Args:
-        folder: of the data set.
-        run_folder: of the training whose model wrote it.
-        canaries: ``canaries.json`` of the audit, with the data file beside it.
+        folder: folder of the data set.
+        run_folder: folder of the training run whose model wrote it.
+        canaries: ``canaries.json`` of the audit, in the folder of the data file.
         scores_of: computes scores from the texts of the data set.
         confidence: confidence of all bounds together.
 
@@ -236,10 +236,10 @@ def audit_texts(
 
 
 def _plan_of(folder: Path, run_folder: Path) -> QueryPlan:
-    """Return the plan of a data set, after checking that the run's model wrote it and that it is as released.
+    """Return the plan of a data set; check that the run's model wrote it and that no file changed since its release.
 
     Raises:
-        AuditError: it is another kind of folder, of another run, or was edited.
+        AuditError: the folder is not a data set, was made from a different run, or was edited.
     """
     plan = load_plan(folder / PLAN_FILE)
     if not isinstance(plan, QueryPlan) or plan.after is None:

@@ -1,15 +1,15 @@
 """Extraction: text of a model that is word for word in its training data.
 
-Place in the flow: beside `membership`. Two measures:
+Two measures:
 
 * *Samples*: the model writes without a prompt, after prompts, or after one word repeated many times (the divergence
   attack of Nasr et al., arXiv:2311.17035); spans of n tokens that are in the training rows are counted. Spans that are
-  also in held-out text are counted separately, and so are those that are only in held-out text: any model of the
-  language writes them. Only an excess over these is memory.
+  also or only in held-out text are counted separately: any model of the language writes them. Only an excess over these
+  is memorisation.
 * *Prefixes*: the model continues the beginning of a record (discoverable memorisation; Carlini et al.,
-  arXiv:2202.07646). Counted is how often the next n tokens are the record's own, for members and for non-members.
+  arXiv:2202.07646). It counts how often the next n tokens are those of the record, for members and for non-members.
 
-A private model can also write training spans: those that many records share.
+A private model can also write spans of training rows: those that many records share.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SEPARATOR = -1  # between rows: no token
 
 @dataclass(frozen=True, kw_only=True)
 class ExtractionSettings:
-    """How text is sampled from the model, and the length of a verbatim span."""
+    """Settings of the sampling, and the length of a verbatim span."""
 
     num_samples: int = 200
     """Samples per kind of prompt."""
@@ -248,7 +248,7 @@ def prefix_extraction(
     rows_of: Mapping[str, datasets.Dataset],
     settings: ExtractionSettings,
 ) -> list[PrefixHits]:
-    """Give the model the prompt of a record and its first target tokens, and compare its text with the record."""
+    """Let the model continue a record after its first target tokens, and compare the text with the record."""
     found = []
     for name, rows in rows_of.items():
         prompts, wanted = [], []

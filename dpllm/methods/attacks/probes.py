@@ -75,11 +75,11 @@ from dpllm.privacy.plan import PrivacyPlan, make_plan
 from dpllm.privacy.query_plan import QueryPlan
 
 UNIT = "unit"
-"""Column of the ids of made-up records."""
+"""Column with the unit of each made-up record."""
 EXCESS = 3
-"""A canary with many rows has this many times as many as count, so that a missing bound shows."""
+"""A canary has this many times as many rows as the plan allows, so that a missing bound shows."""
 _CANARY = 0  # number of the unit, whose rows come first
-_FAR_COUNTS = 10.0  # deviations of the noise: counts so large stay above 0
+_FAR_COUNTS = 10.0  # counts of this many standard deviations of the noise stay above 0
 
 
 @dataclass(frozen=True)
@@ -87,14 +87,14 @@ class Probe:
     """The private answers of a method, asked about made-up records with and without a canary."""
 
     canary: str
-    """The canary, in plain words."""
+    """Description of the canary."""
     answer: Callable[[QueryRun, bool], float]
-    """From a run and whether the canary is there to a score of the answers, which is higher with it. One call charges
-    the run what the method charges for all of its answers."""
+    """Maps a run and whether the canary is included to a score of the answers, which is higher with it. One call
+    charges the run what the method charges for all of its answers."""
 
 
 def made_units(plan: QueryPlan, others: int, canary: bool) -> UnitIndex:
-    """Return the index of made-up rows, divided into units as the method divides records.
+    """Divide made-up rows into units as the method divides records.
 
     The rows of the canary come first. At user level it has `EXCESS` times as many rows as the plan allows, of which the
     index keeps the allowed number.
@@ -115,7 +115,7 @@ def count_probe(plan: QueryPlan) -> Probe:
     units = {}
     for there in (False, True):
         index = made_units(plan, others, there)
-        # Other units are of the canary's class as well: a count near 0 would be cut off there.
+        # The other units have the canary's class, since counts near 0 are clipped.
         units[there] = LabelledUnits(("first", "second"), [0] * (int(max(index.rows)) + 1), index)
     exact = {there: made.exact_counts() for there, made in units.items()}
 
@@ -154,11 +154,11 @@ def _evolution_votes(plan: QueryPlan, candidates: Floats, canary: bool) -> Float
 _GROUPS = 2
 _EXTREME = 1e4  # a logit far above any clip
 _STOP = (1,) * 3
-"""A text that begins with these tokens ends after them, so that the lengths of texts differ."""
+"""A text that begins with these tokens ends after them, so that texts differ in length."""
 
 
 class _KnownLogits:
-    """Rows with the same logits for every token."""
+    """Rows whose logits are the same at every token."""
 
     def __init__(self, logits_RV: Tensor) -> None:
         self._logits_RV = logits_RV
@@ -253,7 +253,7 @@ def group_probe(plan: QueryPlan) -> Probe:
 
 
 def _way(plan: QueryPlan, name: str, kind: str) -> tuple[Question, Combined]:
-    """Return a question of this kind, and how its answers are combined: with the margin of the plan."""
+    """Return a question of this kind, and the combination of its answers with the margin of the plan."""
     question = Question(
         name=name,
         ask="made up",
@@ -354,7 +354,7 @@ _FIRST, _SECOND = 1, 2
 
 @dataclass
 class _KnownVotes:
-    """Writers that know what they vote, at every place of every text."""
+    """Writers with a fixed vote, the same at every place of every text."""
 
     num_texts: int
     named: list[int]
@@ -374,7 +374,7 @@ class _KnownVotes:
 
 
 def _vote_of(plan: QueryPlan, answers: str, places: int, threshold: object) -> Vote:
-    """Return the vote with the numbers that a plan charges."""
+    """Return the vote whose cost a plan charges."""
     charge = plan.charge(answers)
     if threshold is None:
         return Vote(places, None, charge.count, answers=answers)
@@ -390,10 +390,10 @@ _ENTRIES = 4
 
 
 def plan_of_recipe(recipe: Recipe) -> PrivacyPlan:
-    """Return the plan of a recipe; of its records only the number of clients is used.
+    """Plan a recipe; of its records only the number of clients is used.
 
     Raises:
-        ConfigError: it is not a recipe of a federated run.
+        ConfigError: the recipe is not that of a federated run.
     """
     args = check_federated(recipe)
     train, _ = load_train_and_eval(recipe.data, recipe.privacy)
@@ -401,10 +401,10 @@ def plan_of_recipe(recipe: Recipe) -> PrivacyPlan:
 
 
 def small_federation(plan: PrivacyPlan, rounds: int) -> PrivacyPlan:
-    """Return the plan of a few clients that are all in every round, with clip norm, noise and dropouts of a plan.
+    """Return the plan of a few clients, all in every round, with the clip norm, noise and dropouts of a given plan.
 
     Raises:
-        ConfigError: it is not a plan of a federated run.
+        ConfigError: the plan is not that of a federated run.
     """
     require_federated(plan)
     noise, count = noise_of(plan.noise), _SURVIVORS
@@ -425,10 +425,10 @@ def small_federation(plan: PrivacyPlan, rounds: int) -> PrivacyPlan:
 
 
 class RoundProbe:
-    """Takes rounds with and without a canary.
+    """Computes rounds with and without a canary.
 
     Attributes:
-        history: what one round costs somebody who knows the cohorts.
+        history: the cost of one round against somebody who knows the cohorts.
     """
 
     def __init__(self, plan: PrivacyPlan, ledger: Ledger) -> None:
@@ -444,7 +444,7 @@ class RoundProbe:
         self._divisor = plan.expected_batch_size
 
     def answer(self, there: bool) -> float:
-        """Take a round, and return the released sum in the direction of the canary.
+        """Compute a round, and return the released sum in the direction of the canary.
 
         Raises:
             ValueError: the round was given up, although enough clients survive.
@@ -458,7 +458,7 @@ class RoundProbe:
 
 
 class _Updates:
-    """In place of a training: client 0 is the canary, and the others move another entry by the clip norm."""
+    """Replaces a training: client 0 is the canary, and the others change a different entry by the clip norm."""
 
     def __init__(self, plan: PrivacyPlan) -> None:
         self._clip_norm, self.there = plan.clip_norm, False
@@ -475,10 +475,10 @@ class _Updates:
 
 
 class _FewSurvivors(Clients):
-    """Clients of which all but the first ones drop out."""
+    """Clients of which all but the first `_SURVIVORS` drop out."""
 
     def answers(self, cohort: Sequence[int], weights: NDArray[np.float32], number: int) -> dict[int, NDArray[Any]]:
-        """Return the answers of the clients that are still there."""
+        """Return the answers of the survivors."""
         return super().answers([client for client in cohort if client < _SURVIVORS], weights, number)
 
 

@@ -57,7 +57,7 @@ Floats = NDArray[np.float64]
 Int64Array = NDArray[np.int64]
 CHARGE = "votes"
 SENSITIVITY = 1.0
-"""The largest change of the votes by leaving out a unit, in l2 norm."""
+"""The largest change of the votes when a unit is removed, in l2 norm."""
 _ROWS = 1024  # records whose distances are computed together
 _FARTHEST = 4.0  # entries of a record, over the largest entry of a candidate
 
@@ -77,13 +77,13 @@ def votes_charge(noise_multiplier: float, steps: int) -> Charge:
 
 
 def nearest(records: Floats, candidates: Floats) -> Int64Array:
-    """Return (N,) for each record the number of the nearest candidate; of equal ones the first.
+    """Return, (N,), the number of the candidate nearest to each record; of equally near ones the first.
 
-    Guarantee: the number of a record depends on this record and the candidates, and on no other record, to the last
-    bit: distances are whole numbers. The grid has about 2^19 steps up to the largest entry of a candidate, and entries
+    Guarantee: the result for a record depends on this record and the candidates only, to the last bit: distances are
+    whole numbers. The grid has about 2^19 steps up to the largest entry of a candidate, and entries
     of records are cut off at four times that entry.
 
-    A record whose embedding is not finite counts as a vector of zeros, so that its vote, too, goes to one candidate.
+    A record whose embedding is not finite counts as a vector of zeros, so that it has one vote as well.
 
     Args:
         records: (N, D) embeddings.
@@ -120,10 +120,10 @@ def exact_votes(
     labels: Sequence[str] | None = None,
     labels_of_candidates: Sequence[str] | None = None,
 ) -> Floats:
-    """Return the exact, private histogram of votes, (M,). It must get its noise before anyone sees it.
+    """Return the exact histogram of votes, (M,). It is private: noise must be added before it is released.
 
-    Guarantee: each unit's part is not negative and adds up to 1. A unit with several records shares its vote evenly.
-    With labels, a record votes among the candidates of its own label, and its share is lost if there are none.
+    Guarantee: the share of each unit is not negative and adds up to 1. A unit with several records shares its vote
+    evenly. With labels, a record votes among the candidates of its own label, and its share is lost if there are none.
 
     Args:
         records: (N, D) embeddings of private records.
@@ -149,7 +149,7 @@ def exact_votes(
 
 
 def noisy_votes(run: QueryRun, noise_multiplier: float, exact: Floats) -> Floats:
-    """Charge one histogram, and return it with Gaussian noise, (M,).
+    """Charge one histogram and return it with Gaussian noise, (M,).
 
     Guarantee: the charge is on the disk before the noise is drawn, and the noise is that of the charge.
     """
@@ -160,10 +160,7 @@ def noisy_votes(run: QueryRun, noise_multiplier: float, exact: Floats) -> Floats
 
 @dataclass(frozen=True, kw_only=True)
 class Evolution:
-    """Public settings of an evolution.
-
-    Attributes are checked by the recipe's section (`dpllm.methods.sections`).
-    """
+    """Public settings of an evolution, which the section of the recipe has checked."""
 
     number: int
     """Texts of the result, over all labels."""
@@ -181,7 +178,7 @@ class Evolution:
 
 @dataclass(frozen=True)
 class PrivateRecords:
-    """The private side of the votes."""
+    """The private records that vote."""
 
     vectors: Floats
     """(N, D) embeddings."""
@@ -210,10 +207,10 @@ def evolve(
     noise_multiplier: float,
     say: Callable[[str], None] = lambda _: None,
 ) -> list[dict[str, str]]:
-    """Return the texts of the last step, each with its label if there are labels.
+    """Evolve texts, and return those of the last step, each with its label if there are labels.
 
-    Guarantee: private records are read by `exact_votes` only, whose result gets the noise that was charged. Everything
-    else follows from the noisy votes and the public models.
+    Guarantee: only `exact_votes` reads private records, and its result gets the noise that was charged. Everything else
+    is computed from the noisy votes and the public models.
 
     Args:
         run: of the evolution; its plan has T histograms of votes.
@@ -223,7 +220,7 @@ def evolve(
         wanted: public prompts, with the numbers of kept texts after each, as `Evolution.number` shares them out.
         settings: of the evolution.
         noise_multiplier: σ of the plan.
-        say: gets a line in each step.
+        say: prints a line in each step.
     """
     rng = run.randomness.generator()
     first = [replace(one, count=one.count * (settings.variations + 1)) for one in wanted]
@@ -242,7 +239,7 @@ def evolve(
 
 
 def _written(model: Writer, wanted: Sequence[Wanted], settings: Evolution) -> list[Candidate]:
-    """Return new texts after the prompts, as far as the model writes any."""
+    """Let the model write texts after the prompts."""
     numbered = [replace(one, label=str(place)) for place, one in enumerate(wanted) if one.count]
     filters = TextFilter(FilterSettings(duplicates=True))
     made = make_texts(model, numbered, settings.sampling, filters, settings.batch_size)
@@ -254,7 +251,7 @@ def _written(model: Writer, wanted: Sequence[Wanted], settings: Evolution) -> li
 
 
 def _varied(model: Writer, kept: Sequence[Candidate], settings: Evolution, rng: np.random.Generator) -> list[Candidate]:
-    """Return the variations of the kept texts: each keeps the beginning of a text, and the rest is written again."""
+    """Return variations of the kept texts: each keeps the beginning of a text, and the model writes the rest again."""
     begun: list[tuple[Candidate, str]] = []
     for one in kept:
         words, least = one.text.split(), len(one.prompt.split())
@@ -271,7 +268,7 @@ def _varied(model: Writer, kept: Sequence[Candidate], settings: Evolution, rng: 
 
 
 def _joined(beginning: str, rest: str) -> str:
-    """Join the beginning of a text and its continuation; a model that leaves out the space between words gets one.
+    """Join the beginning of a text and its continuation; add a space between words if the model did not write one.
 
     >>> _joined("The Eagle", "is cheap."), _joined("The Eagle", ", a pub")
     ('The Eagle is cheap.', 'The Eagle, a pub')
@@ -282,7 +279,7 @@ def _joined(beginning: str, rest: str) -> str:
 
 
 def _best(candidates: Sequence[Candidate], noisy: Floats, wanted: Sequence[Wanted]) -> list[Candidate]:
-    """Return for each prompt its number of candidates, those with most noisy votes."""
+    """Return, for each prompt, as many candidates as it asks for: those with the most noisy votes."""
     order = np.argsort(-noisy, kind="stable")
     left: dict[tuple[str | None, str], int] = {}
     for one in wanted:
@@ -318,10 +315,10 @@ class Voters:
 
 
 def read_voters(recipe: QueryRecipe) -> Voters:
-    """Return the records of a recipe, after checking everything that can be wrong with it.
+    """Check a recipe and read its records.
 
     Raises:
-        ConfigError: there is no model or it is not public, the format has no text, or a record's label is no class.
+        ConfigError: the model is missing or not public, the format has no text, or a record's label is not a class.
         DataError: the records cannot be read, or lack a column.
     """
     options: EvolveConfig = recipe.options
@@ -344,7 +341,7 @@ def read_voters(recipe: QueryRecipe) -> Voters:
 
 
 def evolution_plan(recipe: QueryRecipe, voters: Voters) -> QueryPlan:
-    """Return the plan of an evolution: T histograms of votes with sensitivity 1.
+    """Plan an evolution: T histograms of votes with sensitivity 1. Of the records only N is used.
 
     Raises:
         ValueError: δ is out of range, or no noise reaches the target.
@@ -367,9 +364,9 @@ def evolution_plan(recipe: QueryRecipe, voters: Voters) -> QueryPlan:
 def run_evolution(
     recipe: QueryRecipe, voters: Voters, plan: QueryPlan, say: Callable[[str], None] = lambda _: None
 ) -> int:
-    """Carry out an evolution, and return the number of its texts.
+    """Run an evolution and return the number of its texts.
 
-    Guarantee: that of its plan; private records are read by the votes only.
+    Guarantee: that of its plan. Only the votes read private records.
 
     Raises:
         ValueError: a model cannot be loaded, the folder holds a run, or the budget is too small; nothing is charged
@@ -384,7 +381,7 @@ def run_evolution(
     say("embedding the records")
     rows, units = voters.units.rows_of(np.arange(voters.units.num_units))
     labels = None if voters.labels is None else tuple(voters.labels[row] for row in rows.tolist())
-    # One by one: beside others, padding changes the rounding, and a vote between near-equal candidates with it.
+    # One by one: padding in a batch changes the rounding, which could change a vote between near-equal candidates.
     vectors = embedder.embed([voters.texts[row] for row in rows.tolist()], batch_size=1)
     private = PrivateRecords(vectors, units, labels)
     settings = Evolution(
@@ -415,14 +412,14 @@ def run_evolution(
 
 
 def wanted_of(options: EvolveConfig) -> list[Wanted]:
-    """Return the prompts with their numbers of texts: even shares, which are public."""
+    """Return the prompts with their numbers of texts, which are public and equal."""
     if options.classes is None:
         return shared_out(options.prompts, options.number)
     return of_labels(public_shares(dict.fromkeys(options.classes, 1)), options.prompts[0], options.number)
 
 
 def text_column(config: DataConfig) -> str:
-    """Return the column whose texts are imitated.
+    """Return the column of texts to imitate.
 
     Raises:
         ConfigError: the format has none.
@@ -439,7 +436,7 @@ def text_column(config: DataConfig) -> str:
 
 
 def _models(recipe: QueryRecipe) -> tuple[str, str]:
-    """Return the names of the model that writes and of the one whose embeddings are compared."""
+    """Return the names of the model that writes and of the embedding model."""
     if recipe.model is None or not recipe.model.name:
         raise ConfigError("evolve needs a public model that writes the texts: set model.name to a folder or a Hub id")
     return recipe.model.name, recipe.options.embedding or recipe.model.name

@@ -31,7 +31,7 @@ from dpllm.models.starting_values import StartingValues
 from dpllm.privacy.plan import PrivacyPlan
 
 _MOST_ROUNDED = 0.5
-"""The largest share of C that may be given up for the rounding of an update."""
+"""The largest share of C that the rounding of an update may take."""
 
 
 def is_secure(plan: PrivacyPlan) -> bool:
@@ -41,7 +41,7 @@ def is_secure(plan: PrivacyPlan) -> bool:
 
 @dataclass(frozen=True)
 class Shares:
-    """The numbers of the rounds of a plan with distributed noise.
+    """The grid of a plan with distributed noise.
 
     Raises:
         ValueError: the plan has other noise, or none.
@@ -54,7 +54,7 @@ class Shares:
 
     @classmethod
     def of(cls, plan: PrivacyPlan) -> Self:
-        """Return the numbers of a plan."""
+        """Return the grid of a plan."""
         event = plan.event
         if not isinstance(event, DistributedStep) or plan.noise_multiplier == 0:
             raise ValueError(
@@ -64,7 +64,7 @@ class Shares:
         return cls(plan.clip_norm, plan.noise_stddev / (2**SHARE_BITS * math.sqrt(event.min_batch_size)))
 
     def require_entries(self, num_entries: int) -> None:
-        """Refuse a model that is too large for the grid, before anything is charged.
+        """Refuse a model with too many trained entries d for the grid, before anything is charged.
 
         Raises:
             ValueError: rounding would take more than half of C.
@@ -78,7 +78,7 @@ class Shares:
             )
 
     def rounded(self, update: NDArray[np.float64]) -> NDArray[np.int64]:
-        """Return the update on the grid, with a norm of at most C; zero where an entry is not finite.
+        """Round an update, (d,), to the grid, with a norm of at most C; zero if an entry is not finite.
 
         Raises:
             ValueError: it is too large for the grid, or its norm would exceed C.
@@ -94,7 +94,7 @@ class Shares:
         return whole
 
     def with_noise(self, update: NDArray[np.float64]) -> NDArray[np.uint64]:
-        """Return the rounded update with this client's share of the noise, modulo 2^64.
+        """Return the rounded update, (d,), with this client's share of the noise, modulo 2^64.
 
         The noise is drawn from 256 bits of the operating system, which are not stored.
         """
@@ -102,11 +102,11 @@ class Shares:
         return (self.rounded(update) + noise).view(np.uint64)
 
     def read(self, total: NDArray[np.uint64]) -> NDArray[np.float64]:
-        """Return the update that a sum modulo 2^64 stands for."""
+        """Convert a sum modulo 2^64, (d,), to an update."""
         return total.view(np.int64).astype(np.float64) * self.step
 
     def _rounding(self, num_entries: int) -> float:
-        """Return the most that rounding adds to a norm."""
+        """Return the largest norm of the rounding errors of an update."""
         return 0.5 * self.step * math.sqrt(num_entries)
 
 
@@ -115,13 +115,13 @@ _LORA_A = ("lora_A", "lora_embedding_A")
 
 
 class SharedWeights:
-    """The weights that the server sends out, and those of them that a round trains, as vectors of float32.
+    """The weights that the server sends, and those that a round trains, as float32 vectors.
 
-    The product of two averages is not the average of products: a server that averages the factors A and B of an adapter
-    in one round does not average the changes BA. So A is frozen, or the factors take turns.
+    The product of two averages is not the average of the products: averaging the factors A and B of an adapter in one
+    round does not average the changes BA. So A is frozen, or rounds alternate between the factors.
 
     Args:
-        model: all parameters that are trainable now are sent out.
+        model: its trainable parameters are sent.
         lora: "freeze_a", or "alternate": B is trained in even rounds, A in odd ones. Without an adapter both train all.
 
     Raises:
@@ -129,7 +129,7 @@ class SharedWeights:
     """
 
     def __init__(self, model: nn.Module, lora: str) -> None:
-        """Name the parameters."""
+        """Collect the trainable parameters."""
         self._parameters = {name: one for name, one in model.named_parameters() if one.requires_grad}
         self._factors = [name for name in self._parameters if any(f".{part}." in name for part in _LORA_A)]
         self._alternate = lora == "alternate" and bool(self._factors)
@@ -146,7 +146,7 @@ class SharedWeights:
         return sum(self._parameters[name].numel() for name in self._named(names))
 
     def read(self, names: Sequence[str] | None = None) -> NDArray[np.float32]:
-        """Return a copy of these parameters, one after another; None: all."""
+        """Return a copy of these parameters, concatenated; None: of all."""
         parts = [self._parameters[name].detach().float().cpu().reshape(-1) for name in self._named(names)]
         return torch.cat(parts).numpy().copy()
 
@@ -154,7 +154,7 @@ class SharedWeights:
         """Set all parameters.
 
         Raises:
-            ValueError: there are more or fewer values than entries.
+            ValueError: the number of values is wrong.
         """
         if values.shape != (self.size(),):
             raise ValueError(
@@ -185,13 +185,13 @@ class SharedWeights:
 class LocalTraining:
     """Trains a model on the rows of one client at a time.
 
-    Guarantee: the result depends on these rows, the given weights and fresh random numbers, on nothing else.
+    Guarantee: the result depends on these rows, the given weights and fresh random numbers only.
     """
 
     def __init__(
         self, model: nn.Module, weights: SharedWeights, collate: Collate, config: FederateConfig, batch_size: int
     ) -> None:
-        """Remember the state that no client may change."""
+        """Store the state that no client may change."""
         self._model, self._weights, self._collate = model, weights, collate
         self._config, self._batch_size = config, batch_size
         trained = weights.parameters()
@@ -203,7 +203,7 @@ class LocalTraining:
         self._attributes = StartingValues(model)
 
     def update(self, rows: Sequence[Any], start: NDArray[np.float32], number: int) -> NDArray[np.float64]:
-        """Return how far the training moves the weights of a round, (d,).
+        """Train on the rows of a client, and return the change of the round's weights, (d,).
 
         Raises:
             ConfigError: the training changed a buffer or a frozen weight.
@@ -224,7 +224,7 @@ class LocalTraining:
                     places = order.permutation(len(rows)).tolist()
                 batch, places = places[: self._batch_size], places[self._batch_size :]
                 self._step(optimizer, list(trained.values()), [rows[place] for place in batch])
-        finally:  # a client that fails leaves nothing, too
+        finally:  # also after a failure
             self._model.train(was_training)
             self._put_back()
         self._require_fixed()
@@ -247,13 +247,13 @@ class LocalTraining:
         return torch.optim.AdamW(trained, lr=rate, weight_decay=0.0)
 
     def _put_back(self) -> None:
-        """Forget what modules chose by the rows of this client, such as their longest (dynamic rotary embeddings)."""
+        """Reset module state that follows the rows of this client, such as the longest (dynamic rotary embeddings)."""
         self._attributes.restore()
         for name, value in self._unsaved.items():
             self._model.get_buffer(name).copy_(value)
 
     def _require_fixed(self) -> None:
-        """Check that buffers and frozen weights are what they were: they would carry records to the next client.
+        """Check that buffers and frozen weights did not change: they would carry records to the next client.
 
         Raises:
             ConfigError: one changed.
@@ -307,7 +307,7 @@ class Clients:
 
 
 def bounded(update: NDArray[np.float64], plan: PrivacyPlan) -> NDArray[np.float64]:
-    """Return an update with a norm of at most C; zero where an entry is not finite."""
+    """Scale an update, (d,), to a norm of at most C; zero if an entry is not finite."""
     if not np.isfinite(update).all():
         return np.zeros_like(update)
     size = float(np.linalg.norm(update))

@@ -68,11 +68,11 @@ TOO_MANY_LEFT = (
 
 
 def require_federated(plan: PrivacyPlan | PrivacyConfig) -> None:
-    """Refuse a plan, or a section of a recipe, whose guarantee rounds over clients do not have.
+    """Refuse a plan, or a privacy section, that federated rounds cannot guarantee.
 
     Raises:
-        ConfigError: clients are not its units, they are not drawn as wholes, clipping or noise is of another kind, or
-            its random numbers are not secret.
+        ConfigError: its units are not clients or are not drawn as a whole, its clipping or noise is of an unsupported
+            kind, or its random numbers are not secret.
     """
     unit = plan.protects if isinstance(plan, PrivacyConfig) else plan.unit
     if unit != "user" or plan.sampling != "unit":
@@ -96,14 +96,14 @@ def require_federated(plan: PrivacyPlan | PrivacyConfig) -> None:
 
 
 def against_the_server(plan: PrivacyPlan) -> float:
-    """Return ε of the noisy sums for somebody who knows the cohorts, for a client that is in every round."""
+    """Return ε of the noisy sums against somebody who knows the cohorts, for a client in every round."""
     event = plan.event
     assert isinstance(event, DistributedStep)
     return epsilon([(event.against_the_server, plan.num_steps)], plan.delta)
 
 
 def words_about_the_server(plan: PrivacyPlan) -> str:
-    """Return who sees what, for the ledger's fact."""
+    """Describe who sees what, for the ledger."""
     words = "in this simulation one process sees the records of all clients. In a deployment of its rounds "
     if not is_secure(plan):
         return words + (
@@ -121,7 +121,7 @@ def require_rounds(plan: PrivacyPlan, clients: Clients, weights: SharedWeights) 
     """Refuse rounds that would not have the guarantee of the plan.
 
     Raises:
-        ConfigError: the plan is not of a federated run, or has another number of clients.
+        ConfigError: the plan is not that of a federated run, or its number of clients is different.
         ValueError: the model is too large for the grid of secure aggregation.
     """
     require_federated(plan)
@@ -135,14 +135,14 @@ def require_rounds(plan: PrivacyPlan, clients: Clients, weights: SharedWeights) 
 
 
 class Rounds:
-    """Takes the rounds of a run.
+    """Computes the rounds of a run.
 
     Guarantee: each round has a truncated Poisson cohort from 256 bits of the operating system, over all N clients, and
     is charged before anybody is asked. The sum of updates of norm at most C gets noise of deviation σC or more, and is
     divided by the public b, never by the number of answers.
 
     Raises:
-        ConfigError: the plan is not of a federated run, or has another number of clients.
+        ConfigError: the plan is not that of a federated run, or its number of clients is different.
         ValueError: the model is too large for the grid of secure aggregation.
     """
 
@@ -166,11 +166,11 @@ class Rounds:
             self._noise = plan.mechanism.noise.stream(NoiseSource(randomness=plan.randomness), plan.num_steps)
 
     def take(self) -> bool:
-        """Take the next round; return whether it moved the weights. False: it was given up, and stays charged.
+        """Compute the next round; return whether it changed the weights. False: it was given up, and stays charged.
 
         Raises:
             ValueError: the plan has no round left.
-            LedgerError: the round cannot be charged; nobody was asked.
+            LedgerError: the round cannot be charged; no client was asked.
         """
         number = self._ledger.num_steps
         drawn, _ = self._draws.take(self._draws.next(), mode="", error=None)
@@ -209,15 +209,15 @@ TRAIN_KEYS = (
     *("output_dir", "max_steps", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
     *("per_device_train_batch_size", "disable_tqdm"),
 )
-"""The keys of ``train`` that a federated run has: rounds, the server's learning rate, and rows of a client's step."""
+"""The keys of ``train`` that a federated run reads: rounds, the server's learning rate, rows of a client's step."""
 _STOP = "finishing this round, then saving the model and its privacy report"
 
 
 def check_federated(recipe: Recipe) -> TrainingArguments:
-    """Check a recipe before anything is read; return the arguments of ``train``.
+    """Check a recipe before any record is read; return the arguments of ``train``.
 
     Raises:
-        ConfigError: it is not a recipe of a federated run, or has options that such a run does not have.
+        ConfigError: it is not the recipe of a federated run, or sets options that such a run does not support.
     """
     federate: FederateConfig | None = recipe.beside.get("federate")
     if federate is None:
@@ -256,7 +256,7 @@ def check_federated(recipe: Recipe) -> TrainingArguments:
 def read(
     recipe: Recipe, args: TrainingArguments, phases: Phases
 ) -> tuple[datasets.Dataset, datasets.Dataset | None, PrivacyPlan]:
-    """Return all clients' records, the held-out ones and the plan, which is printed: clients are users."""
+    """Return the records of all clients, the held-out ones and the plan; print the plan. Clients are users."""
     phases.begin("reading the records")
     train, held_out = load_train_and_eval(recipe.data, recipe.privacy)
     refuse_private_parts(recipe, train, held_out)
@@ -321,7 +321,7 @@ def run(recipe: Recipe) -> int:
 def rows_of_clients(
     recipe: Recipe, records: datasets.Dataset, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[datasets.Dataset, UnitIndex]:
-    """Return the rows of records, and which of them are of each client: a long record may become several rows."""
+    """Return the rows of records and the rows of each client: a long record may become several rows."""
     rows = tokenize_records(records, tokenizer, recipe.data, [str(recipe.privacy.unit)])
     return rows, unit_index_of(rows, recipe.privacy, secret_rng())
 
@@ -353,14 +353,14 @@ class Server:
         start: Start,
         held_out: HeldOut | None,
     ) -> None:
-        """Check the start; nothing is written or charged."""
+        """Check the starting weights; nothing is written or charged."""
         self._recipe, self._args, self._plan, self._start = recipe, args, plan, start
         self.model, self.folder = model, Path(str(args.output_dir))
         self.held_out = held_out
         self._points = [*start.declared, *check_start(model, self.folder, recipe.model.start_is_independent)]
 
     def carry_out(self, clients: Clients, phases: Phases, note: Callable[[SharedLedger], None]) -> int:
-        """Take all rounds and release the model; return the exit code, which is not 0 after a signal."""
+        """Compute all rounds and release the model; return the exit code, which is not 0 after a signal."""
         recipe, plan = self._recipe, self._plan
         config, weights = federate_of(recipe), SharedWeights(self.model, federate_of(recipe).lora)
         optimizer = _optimizer(config, list(weights.parameters().values()), self._args.learning_rate)
@@ -396,7 +396,7 @@ class Server:
             ledger.append_open_point(point)
 
     def _take(self, rounds: Rounds, ledger: SharedLedger, phases: Phases, request: StopRequest) -> int:
-        """Take the rounds until a signal; return how many were given up."""
+        """Compute the rounds until a signal; return how many were given up."""
         phases.begin("training", f"{self._plan.num_steps:,} rounds")
         given_up = 0
         with phases.bar(self._plan.num_steps, "round") as moved:

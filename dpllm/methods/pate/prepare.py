@@ -1,6 +1,6 @@
-"""The plan of a PATE run, and what it is made of: private records, public texts, and the public numbers of the vote.
+"""The plan of a PATE run and its inputs: private records, public texts, and the public parameters of the vote.
 
-Place in the flow: first, in `dpllm plan` and `dpllm methods pate`. Nothing is trained here and nothing is charged.
+Nothing is trained or charged here.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from dpllm.models.starting_point import check_start
 
 
 def secret_groups(num_units: int, size: int, count: int) -> list[Int64Array]:
-    """Return ``count`` disjoint groups of ``size`` units each, drawn uniformly.
+    """Draw ``count`` disjoint groups of ``size`` units each, uniformly, with the operating system's randomness.
 
     Raises:
         ValueError: there are too few units.
@@ -54,10 +54,10 @@ def secret_groups(num_units: int, size: int, count: int) -> list[Int64Array]:
 
 
 def checked_groups(groups: list[Int64Array]) -> list[Int64Array]:
-    """Return the groups.
+    """Return the groups after checking that they are disjoint.
 
     Raises:
-        ValueError: a unit is in two of them, or twice in one.
+        ValueError: a unit is in two groups, or twice in one.
     """
     units = np.concatenate(groups)
     if len(np.unique(units)) < len(units):
@@ -97,9 +97,9 @@ class Template:
             )
 
     def of(self, record: Mapping[str, Any]) -> str:
-        """Return the text for a record; a missing value becomes an empty text.
+        """Fill in the values of a record; a missing value becomes an empty text.
 
-        Guarantee: other records change nothing in it. A number that is whole has no fraction (30 for 30.0), and keys
+        Guarantee: the text does not depend on other records. A whole number has no fraction (30 for 30.0), and keys
         without a value are left out of an object (`dpllm.data.values.own_value`).
         """
         values = {name: own_value(record[name]) for name in self.columns}
@@ -141,7 +141,7 @@ class PublicModel:
 
 @dataclass(frozen=True)
 class PrivateRecords:
-    """The records of a recipe, in units, and the template of their contexts."""
+    """The records of a recipe, their units, and the template of their contexts."""
 
     records: datasets.Dataset
     units: UnitIndex
@@ -165,9 +165,10 @@ def read_records(recipe: QueryRecipe) -> PrivateRecords:
     """Read the records of a recipe, whose section has a ``context``.
 
     Raises:
-        ConfigError: the template names a column that they lack.
-        DataError: they cannot be read; or they are CSV or JSON files of the Hub, and a column of the template holds no
-            text: `datasets` guesses its type from all records, so one record could change the contexts of the others.
+        ConfigError: the template names a missing column.
+        DataError: the records cannot be read; or they are CSV or JSON files of the Hub, and a column of the template
+            does not hold text: `datasets` guesses its type from all records, so one record could change the contexts of
+            the others.
     """
     name = f"{recipe.method}.context"
     context = recipe.options.context or _usual_context(recipe, name)
@@ -190,7 +191,7 @@ def model_section(recipe: QueryRecipe) -> ModelConfig:
     """Return the section of the model.
 
     Raises:
-        ConfigError: there is none, or it describes a model to be trained.
+        ConfigError: the section is missing, or describes a model to be trained.
     """
     model, words = recipe.model, registry.method(recipe.method).invocation
     if model is None or model.name is None:
@@ -204,10 +205,10 @@ def model_section(recipe: QueryRecipe) -> ModelConfig:
 
 
 def load_public_model(recipe: QueryRecipe) -> tuple[Any, PreTrainedTokenizerBase, list[str]]:
-    """Return the model on its device, its tokenizer, and open points about it.
+    """Load the public model; return it on its device, its tokenizer, and open points about it.
 
     Raises:
-        ConfigError: it cannot be loaded, or holds a private run.
+        ConfigError: it cannot be loaded, or is the result of a private run.
     """
     section = model_section(recipe)
     tokenizer = load_tokenizer(section)
@@ -218,7 +219,7 @@ def load_public_model(recipe: QueryRecipe) -> tuple[Any, PreTrainedTokenizerBase
 
 
 def _usual_context(recipe: QueryRecipe, name: str) -> str:
-    """Return the template of a recipe without one: the text columns of a record, and an end of line."""
+    """Return the default template: the text columns of a record, and an end of line."""
     form = recipe.data.form
     if form.holds not in (Text, Completion, TextLabel):
         raise ConfigError(
@@ -229,16 +230,16 @@ def _usual_context(recipe: QueryRecipe, name: str) -> str:
 
 
 _RELATIVE = 1e-3
-"""The largest difference of a row's logits by other rows, relative to its largest logit."""
+"""The largest tolerated difference of a row's logits, relative to its largest logit."""
 
 
 def require_independent_rows(model: Any, length: int, rows_per_pass: int, new_tokens: int) -> None:
-    """Measure with public tokens that a row's logits depend neither on other rows nor on the cache.
+    """Check with public tokens that a row's logits depend neither on other rows nor on the cache.
 
-    Position embeddings that couple from some number of tokens on are refused by name.
+    Position embeddings that couple rows beyond some number of tokens are refused by name.
 
     Raises:
-        ConfigError: they do: the bound of one unit's contribution would not hold.
+        ConfigError: the logits depend on them: the bound of one unit's contribution would not hold.
     """
     for name, module in model.named_modules():
         if reason := coupling(module):
@@ -268,7 +269,7 @@ def require_independent_rows(model: Any, length: int, rows_per_pass: int, new_to
 
 
 def _two_tokens(rows: Continuation) -> Tensor:
-    """Return (2, V): the first row's logits of the next token, and after a public token of the one after it."""
+    """Return, (2, V), the first row's logits of the next token, and of the one after it, given a public token."""
     found = []
     for _ in range(2):
         found.append(next(rows.logits())[1][0].float())
@@ -277,10 +278,10 @@ def _two_tokens(rows: Continuation) -> Tensor:
 
 
 def require_memory(model: Any, length: int, rows: int, rows_per_pass: int, cached: bool) -> None:
-    """Run one pass of public tokens with the sizes of a group at its longest.
+    """Run one pass of public tokens with the largest sizes of a group.
 
     Raises:
-        ConfigError: they do not fit into memory.
+        ConfigError: the pass does not fit into memory.
     """
     try:
         for _ in Continuation(model, [[1] * length] * rows, length, rows_per_pass, cached).logits():

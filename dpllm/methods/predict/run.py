@@ -39,7 +39,7 @@ _ORDER = {
     "invisible-ink": ("clip", "group_size", "temperature"),
     "logits": ("group_size", "temperature", "clip"),
 }
-"""Which number follows from the noise: the first that the recipe leaves out."""
+"""The first of these that the recipe leaves out is computed from the noise."""
 _DEFAULTS = {
     "invisible-ink": {"group_size": 8, "temperature": 1.0},
     "logits": {"temperature": 2.0, "clip": 10.0},
@@ -58,15 +58,15 @@ class TokenPlan:
 
     scoring: Scoring
     groups: int
-    """Groups that make texts."""
+    """Number of groups that make texts."""
     texts_of_group: int
-    """The most texts of one group; its units bear the cost of all of them."""
+    """The most texts of one group, all of which its units pay for."""
     max_new_tokens: int
     """T."""
 
     @property
     def tokens(self) -> int:
-        """The tokens charged to each unit: those of its group's texts at their longest."""
+        """The tokens charged to each unit: the most that its group's texts may have."""
         return self.texts_of_group * self.max_new_tokens
 
     @property
@@ -76,10 +76,10 @@ class TokenPlan:
 
     @classmethod
     def of(cls, tokens: PredictConfig, num_units: int, texts_of_group: int, noise: float) -> TokenPlan:
-        """Return the plan with this noise multiplier, or slightly more where a number is rounded.
+        """Return the plan with this noise multiplier sτ/c, or slightly more where a number is rounded.
 
         Raises:
-            ConfigError: all three numbers are given and have less noise, or the units do not suffice.
+            ConfigError: all three numbers are given and result in less noise, or there are too few units.
         """
         given = {name: getattr(tokens, name) for name in _ORDER[tokens.kind]}
         free = next((name for name in _ORDER[tokens.kind] if given[name] is None), None)
@@ -115,18 +115,18 @@ class TokenPlan:
         return cls(scoring, groups, texts_of_group, tokens.max_new_tokens)
 
     def free_texts(self, num_units: int) -> int:
-        """Return the number of texts that the units allow at the same ε."""
+        """Return the number of texts that N units allow at the same ε."""
         return num_units // self.scoring.units * self.texts_of_group
 
 
 def plan_tokens(tokens: PredictConfig, num_units: int, noise_for: Callable[[int], float]) -> TokenPlan:
-    """Return the plan with the fewest texts of one group.
+    """Return the plan with the fewest texts per group.
 
-    Every text of a group costs its units more, and texts of other groups cost them nothing. So each group makes one
-    text if the units suffice; if they do not, two, and so on.
+    Each text of a group adds to the cost of its units, and texts of other groups cost them nothing. So each group makes
+    one text if there are enough units, otherwise two, and so on.
 
     Raises:
-        ConfigError: no number of texts of a group is enough.
+        ConfigError: there are too few units for any number of texts per group.
     """
     for texts_of_group in range(1, tokens.texts + 1):
         try:
@@ -138,7 +138,7 @@ def plan_tokens(tokens: PredictConfig, num_units: int, noise_for: Callable[[int]
 
 
 def _rounded(value: float, how: Callable[[float], int]) -> float:
-    """Return a value with six digits, rounded by `math.floor` or `math.ceil`: the noise is then no smaller."""
+    """Round a value to six digits with `math.floor` or `math.ceil`, so that the noise is not smaller."""
     scale = 10 ** (_DIGITS - 1 - math.floor(math.log10(value)))
     return how(value * scale * (1 - 1e-15 if how is math.ceil else 1.0)) / scale
 
@@ -154,10 +154,10 @@ _Text = TypeVar("_Text")
 
 
 def tokens_of(recipe: QueryRecipe, num_units: int) -> TokenPlan:
-    """Return the public numbers of a recipe's tokens.
+    """Return the public parameters of a recipe's tokens.
 
     Raises:
-        ConfigError: the numbers contradict each other, or the units do not suffice.
+        ConfigError: the parameters contradict each other, or there are too few units.
     """
     privacy = recipe.privacy
 
@@ -177,7 +177,7 @@ def tokens_of(recipe: QueryRecipe, num_units: int) -> TokenPlan:
 
 
 def plan_prediction(recipe: QueryRecipe, num_units: int) -> QueryPlan:
-    """Return the plan of a recipe's run; it needs the number of units and no record.
+    """Plan a recipe from the number of units, without records.
 
     Raises:
         ConfigError: as `tokens_of`.
@@ -206,11 +206,11 @@ def plan_prediction(recipe: QueryRecipe, num_units: int) -> QueryPlan:
 
 
 def predict_texts(recipe: QueryRecipe, records: PrivateRecords, plan: QueryPlan, say: Callable[[str], None]) -> Path:
-    """Draw the texts, and return their file.
+    """Draw the texts and return their file.
 
     Raises:
         ConfigError: the model does not load, has no room, couples rows or does not fit into memory.
-        ValueError: the plan is another one, the budget does not allow the run, or the folder holds another.
+        ValueError: the plan belongs to a different recipe, the budget is too small, or the folder holds a run.
     """
     options, tokens = recipe.options, tokens_of(recipe, records.num_units)
     charge = plan.charge(CHARGE)
@@ -246,7 +246,7 @@ def predict_texts(recipe: QueryRecipe, records: PrivateRecords, plan: QueryPlan,
 def charged_texts(
     run: QueryRun, tokens: TokenPlan, num_units: int, texts: int, made: Callable[[int, Int64Array], _Text]
 ) -> Iterator[_Text]:
-    """Charge all tokens that the texts may have, divide the units in secret, and yield text after text.
+    """Charge all tokens that the texts may have, divide the units in secret, and yield the texts one by one.
 
     Guarantee: a unit is in one group at most, a group makes at most the texts that were charged, and the charge is on
     the disk before the first of them.
@@ -258,7 +258,7 @@ def charged_texts(
 
 
 def _sampler(recipe: QueryRecipe, tokens: TokenPlan) -> tuple[GroupSampler, list[str]]:
-    """Return the loaded sampler, and open points about its model."""
+    """Load the model; return its sampler and open points about it."""
     options: PredictConfig = recipe.options
     model, tokenizer, points = load_public_model(recipe)
     limits = TextLimits(

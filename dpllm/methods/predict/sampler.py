@@ -39,7 +39,7 @@ _LOWEST = -700.0
 
 @dataclass(frozen=True)
 class Scoring:
-    """The public numbers that turn logits into a distribution.
+    """The public parameters that turn logits into a distribution.
 
     With ``around_public`` the clipped quantity is the difference to the model's logits without a record (InvisibleInk,
     arXiv:2507.02974), and the public logits are added back. Otherwise a row's logits are shifted so that the largest is
@@ -66,7 +66,7 @@ class Scoring:
         return self.units * self.temperature / self.clip
 
     def contributions(self, logits_RV: Tensor, public_V: Tensor, rows_of_unit_R: Tensor) -> Tensor:
-        """Return (R, V) whole numbers of steps: what each row adds to the sum.
+        """Return, (R, V), the contribution of each row to the sum, in whole steps.
 
         A unit of k rows adds the mean of its rows: each row is clipped, and divided by k towards zero. So a unit adds
         at most `MOST` steps whatever k is. A row adds 0 if a logit is not a number, or the
@@ -88,7 +88,7 @@ class Scoring:
         return torch.div(steps_RV, rows_of_unit_R[:, None], rounding_mode="trunc")
 
     def log_weights(self, sum_V: Tensor, public_V: Tensor) -> Tensor:
-        """Return (V,): logarithms of the weights by which the token is drawn, at most 0, in float64; -inf: never drawn.
+        """Return, (V,), the log-weights of the draw, at most 0, in float64; -inf: never drawn.
 
         Args:
             sum_V: the sum of all rows' contributions, whole numbers of steps.
@@ -107,7 +107,7 @@ class Scoring:
         return logs_V.masked_fill(~drawn_V, -torch.inf)
 
     def _drawn(self, public_V: Tensor) -> Tensor:
-        """Return (V,): whether a token may be drawn; a function of public numbers."""
+        """Return, (V,), whether a token may be drawn; a function of public values."""
         usable_V = ~(public_V.isnan() | (public_V == -torch.inf)) if self.around_public or self.top_k else None
         if usable_V is None:
             return torch.ones_like(public_V, dtype=torch.bool)
@@ -122,7 +122,7 @@ _HALF = 27
 
 
 def draw_index(log_weights: NDArray[np.float64], below: Callable[[int], int] = secrets.randbelow) -> int:
-    """Return the number of an entry, drawn with probability proportional to exp of it.
+    """Draw the number of an entry with probability proportional to its exponential.
 
     Args:
         log_weights: (n,), at most 0; -inf is never drawn.
@@ -160,7 +160,7 @@ def draw_index(log_weights: NDArray[np.float64], below: Callable[[int], int] = s
 
 @dataclass(frozen=True, kw_only=True)
 class TextLimits:
-    """When a text ends: public rules about the tokens drawn."""
+    """Public limits: when a text ends, and the size of a pass."""
 
     max_new_tokens: int
     """T: the most tokens of a text, each of which is charged."""
@@ -169,7 +169,7 @@ class TextLimits:
     rows_per_pass: int = 32
     """The most rows of one forward pass."""
     rows_per_unit: int = 1
-    """k: the most records of a unit. Each unit takes k rows, so that the number of rows is public."""
+    """k: the most records of a unit. Each unit has k rows, so that the number of rows is public."""
     cached: bool = True
     """Keep keys and values of earlier tokens."""
 
@@ -201,7 +201,7 @@ class GroupSampler:
         limits: TextLimits,
         max_context: int,
     ) -> None:
-        """Take a loaded model."""
+        """Store a loaded model."""
         self._public, self._max = PublicModel(model, tokenizer), max_context
         self._scoring, self._limits = scoring, limits
 
@@ -223,12 +223,12 @@ class GroupSampler:
             )
 
     def text(self, contexts: Sequence[Sequence[str]], prompt: str, public_context: str = "") -> str:
-        """Return a text that continues the prompt.
+        """Draw a text that continues the prompt.
 
         Args:
-            contexts: of each unit of the group, the contexts of its records, one at least.
+            contexts: for each unit of the group, the contexts of its records, at least one.
             prompt: public.
-            public_context: stands in place of a record for the public model.
+            public_context: replaces the record for the public model.
 
         Raises:
             ValueError: there are more units than the public group size, or a unit has more than k records.
@@ -290,16 +290,16 @@ def drawn_tokens(
     ends: Collection[int] = (),
     stopped: Callable[[list[int]], bool] = lambda _: False,
 ) -> list[int]:
-    """Return the tokens of one text of one group.
+    """Draw the tokens of one text of one group.
 
     Args:
         scoring: clip, group size and temperature.
         own: the rows of the group, with the prompt.
         public: the row without a record, with the prompt.
-        rows_of_unit: of each own row, the number of rows of its unit; 0: the row counts for nothing.
+        rows_of_unit: for each own row, the number of rows of its unit; 0: the row is not counted.
         most: T, the most tokens, all of which are charged.
         ends: tokens that end a text.
-        stopped: whether the tokens so far end the text; it looks at nothing else.
+        stopped: whether the tokens so far end the text; it reads nothing else.
     """
     tokens: list[int] = []
     while len(tokens) < most:

@@ -1,9 +1,9 @@
 """The draw of one token from averaged, bounded scores of private records, and its privacy event.
 
-Place in the flow: beside the events; `dpllm.methods.predict` draws the tokens, one at a time, for private prediction
-(Amin et al., arXiv:2407.12108) and for InvisibleInk (arXiv:2507.02974).
+`dpllm.methods.predict` draws the tokens, one at a time, for private prediction (Amin et al., arXiv:2407.12108) and for
+InvisibleInk (arXiv:2507.02974).
 
-**Mechanism.** The units are split in secret into groups of s, by a draw that looks at no record, so each unit is in one
+**Mechanism.** The units are split in secret into groups of s, by a draw that reads no record, so each unit is in one
 group at most. One token of a group: every unit i of it gives a score v_i(y) to each token y, a function of its own
 records, of public text and of the tokens drawn so far, and |v_i(y)| <= c. The token is drawn with probability
 proportional to

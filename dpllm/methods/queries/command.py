@@ -1,7 +1,7 @@
-"""What the commands of all query runs do alike: `dpllm methods count`, `predict`, `aggregate`, `evolve` and `teach`.
+"""The shared part of the commands `dpllm methods count`, `predict`, `aggregate`, `evolve` and `pate`.
 
-Place in the flow: between the command line and the methods of private release, each of which has a `QueryCommand`: the
-functions that read its data, plan it and carry it out (`dpllm.methods.queries.run`).
+Each of these methods has a `QueryCommand` (`dpllm.methods.queries.run`): the functions that read its data, plan the run
+and carry it out.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def run_method(method: str, recipe: str, overrides: list[str], as_json: bool) ->
 
 @contextlib.contextmanager
 def _ended_by_a_signal(folder: str) -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM end a run as an error does: with an end in its ledger, its report and its card."""
+    """End a run on Ctrl-C and SIGTERM as on an error: with an end in its ledger, a report and a card."""
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
         for one in before:
@@ -89,7 +89,7 @@ def _ended_by_a_signal(folder: str) -> Iterator[None]:
 
 
 def show_query_plan(path: Path, overrides: list[str], as_json: bool) -> None:
-    """Print the plan of a query run: its cost before anything is paid."""
+    """Print the plan of a query run, before anything is charged."""
     recipe = load_query_recipe(path, overrides)
     known = query_command(recipe.method)
     typer.echo(f"note: {known.reading}", err=True)

@@ -58,22 +58,22 @@ class Randomness:
     """Random numbers from the operating system."""
 
     def __init__(self, level: str = "os") -> None:
-        """Note the level."""
+        """Store the level."""
         self._level = level
 
     def generator(self) -> np.random.Generator:
-        """Return a new generator with 256 bits of the operating system's entropy, for draws that are no noise."""
+        """Return a new generator with 256 bits of the operating system's entropy, for draws other than noise."""
         return np.random.Generator(np.random.PCG64DXSM(secrets.randbits(8 * KEY_BYTES)))
 
     def uniform(self, shape: Shape) -> NDArray[np.float64]:
-        """Return independent numbers, uniform from 0 to below 1."""
+        """Return independent numbers, uniform in [0, 1)."""
         return self.generator().random(shape)
 
     def gaussian(self, shape: Shape, stddev: float) -> NDArray[np.float64]:
-        """Return independent Gaussian noise.
+        """Draw independent Gaussian noise with this standard deviation.
 
         Raises:
-            ValueError: the deviation is not positive and finite, or the plan has discrete noise.
+            ValueError: the standard deviation is not positive and finite, or the plan has discrete noise.
         """
         if self._level == "discrete":
             raise ValueError(
@@ -85,11 +85,11 @@ class Randomness:
         return self.generator().normal(0.0, stddev, shape)
 
     def noisy(self, counts: Sequence[int] | NDArray[Any], noise_multiplier: float, change: float) -> list[float]:
-        """Return whole numbers with exact discrete Gaussian noise.
+        """Add exact discrete Gaussian noise to whole numbers.
 
         The noise is a multiple of 1/m, with m the largest whole number for which its standard deviation 2^40/m is at
         least ``noise_multiplier * change``. The whole numbers are multiples of 1/m too, so nothing is rounded before
-        the noise is added; the result is rounded once, to 64 bits, which depends on nothing else.
+        the noise is added; the result is rounded once, to 64 bits, which is post-processing.
 
         Args:
             counts: whole numbers, (n,).
@@ -97,7 +97,8 @@ class Randomness:
             change: Δ, the largest change of the numbers by one unit, in l2 norm.
 
         Raises:
-            ValueError: a number is not whole, a deviation is not positive, or the plan has other noise.
+            ValueError: a number is not whole, the standard deviation is not positive, or the plan does not have
+            discrete noise.
         """
         if self._level != "discrete":
             raise ValueError("the plan has no discrete noise: plan the run with randomness='discrete'")
@@ -119,11 +120,11 @@ FAILED = "failed"
 
 
 class QueryRun:
-    """A query run that goes on; made by `begin`.
+    """A query run; `begin` starts it.
 
-    Guarantee: no answer exists that the ledger does not charge, if the caller computes answers after `charge` only and
-    gives no other private values out than those that it notes with `disclose`. Used as a context, it ends when the
-    block ends: as completed or stopped early, or after an exception as failed.
+    Guarantee: the ledger charges every answer, if the caller computes answers only after `charge`, and records all
+    other private values that it writes with `disclose`. Used as a context manager, the run ends with the block: as
+    completed or stopped early, or after an exception as failed.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class QueryRun:
         entry: tuple[Path, str] | None,
         notes: ReleaseNotes | None = None,
     ) -> None:
-        """Take over the open ledger; use `begin`."""
+        """Store the open ledger; use `begin`."""
         self._notes = notes
         self.folder = folder
         self.plan = plan
@@ -159,18 +160,18 @@ class QueryRun:
         """Start a run: charge all its planned answers to the budget, and write the plan and the ledger.
 
         Args:
-            folder: of the run; it is made, and must hold no other run.
+            folder: folder of the run; it is created, and must not hold a run.
             plan: the plan.
-            dataset: public name of the data set; a budget needs one.
-            budget: the budget file of the data set; None: the run is charged to none.
-            recipe_text: of the recipe, which is kept in the folder.
-            notes: what only people know about the release, for the report.
+            dataset: public name of the data set; required with a budget.
+            budget: the budget file of the data set; None: no budget is charged.
+            recipe_text: text of the recipe, to store in the folder.
+            notes: facts about the release that only people know, for the report.
             results: files and folders that the run will write in its folder.
 
         Raises:
-            ValueError: the plan names another data set, or a result exists, so that it could not be written later.
-            LedgerError: the folder holds a run.
-            BudgetError: the budget does not allow the run, or is that of other data.
+            ValueError: the plan names a different data set, or a result exists already, so that it could not be
+            written. LedgerError: the folder holds a run. BudgetError: the budget is too small, or belongs to different
+            data.
         """
         folder = Path(folder)
         if plan.dataset != dataset:
@@ -213,7 +214,7 @@ class QueryRun:
 
     @property
     def ledger(self) -> Ledger:
-        """The ledger, for lines that charge nothing."""
+        """The ledger, for entries that charge nothing."""
         return self._ledger
 
     def charge(self, name: str, count: int = 1) -> None:
@@ -222,7 +223,7 @@ class QueryRun:
         Guarantee: when the call returns, the charge is on the disk.
 
         Raises:
-            ValueError: the plan has no such charge, or fewer answers left.
+            ValueError: the plan has no such charge, or too few answers are left.
             LedgerError: the run has ended, or the ledger was replaced, cut or written by another process.
         """
         planned = self.plan.charge(name)
@@ -242,35 +243,35 @@ class QueryRun:
         return self._left[name]
 
     def disclose(self, what: str, count: int = 1) -> None:
-        """Note that something was written out that depends on the private data and that ε does not cover."""
+        """Record that a value was written that depends on the private data and that ε does not cover."""
         self._ledger.append_disclosure(what, count)
 
     def fact(self, name: str, value: str | int | float) -> None:
-        """Note a fact of the run for the report; it depends on the private data only in ways that ε covers."""
+        """Record a fact of the run for the report; it may depend on the private data only in ways that ε covers."""
         self._ledger.append_fact(name, value)
 
     def open_point(self, text: str) -> None:
-        """Note a reason not to release before people have settled it."""
+        """Record a reason not to release before people have resolved it."""
         self._ledger.append_open_point(text)
 
     def note_units(self, units: UnitIndex) -> None:
-        """Note the reasons to doubt that a unit is all that one person gave."""
+        """Record the reasons to doubt that a unit holds all records of one person."""
         for doubt in units.doubts(self.plan.unit_column):
             self.open_point(doubt)
 
     @property
     def private_folder(self) -> Path:
-        """The folder for files that are not for release; it is made, readable by its owner only."""
+        """The folder for files that are not for release, created if missing, readable by its owner only."""
         return private_path(self.folder, f"{PRIVATE_FOLDER}/any").parent
 
     def release(self, *files: str | Path) -> None:
-        """Note files of the folder that may be published, by size and hash; they must not change afterwards.
+        """Record files of the folder that may be published, by size and hash; they must not change afterwards.
 
-        The ledger gets one line with all of them at the end of the run: with a line per call, a folder in which a later
-        file was edited would still match the line before.
+        The ledger gets one entry with all of them at the end of the run: with an entry per call, a folder in which a
+        later file was edited would still match the earlier entry.
 
         Raises:
-            ValueError: a file is not in the folder, is missing, is one that is never for release, or was released.
+            ValueError: a file is not in the folder, is missing, may never be released, or is released already.
         """
         names = [self._name(Path(file)) for file in files]
         if known := sorted(set(names) & set(self._released)):
@@ -278,7 +279,7 @@ class QueryRun:
         self._released |= checkpoints.seal(self.folder, names)
 
     def _name(self, file: Path) -> str:
-        """Return the name of a file in the folder; refuse one that cannot be released."""
+        """Return the name of a file relative to the folder; refuse one that cannot be released."""
         inside = file if file.is_absolute() else (file if file.exists() else self.folder / file)
         try:
             name = inside.resolve().relative_to(self.folder.resolve()).as_posix()
@@ -333,20 +334,20 @@ class QueryCommand:
     """One method: from its recipe to its release."""
 
     reading: str
-    """What `read` does, for the screen."""
+    """Message while `read` runs."""
     read: Callable[[QueryRecipe], Any]
-    """From the recipe to whatever plan and run need of the data."""
+    """Reads the data that plan and run need."""
     plan: Callable[[QueryRecipe, Any], Any]
-    """From the recipe and that to the plan; nothing is charged."""
+    """Plans the run from the recipe and the data; nothing is charged."""
     carry_out: Callable[[QueryRecipe, Any, Any, Callable[[str], None]], dict[str, Any]]
-    """From the recipe, that, the plan and a function that prints a line to what is shown at the end."""
+    """Runs the recipe with data, plan and a function that prints a line; returns the values to show at the end."""
 
 
 def prior_release(folder: str | Path) -> PriorRelease:
-    """Return the released training run of a folder, for `QueryPlan.after`.
+    """Read the released training run of a folder, for `QueryPlan.after`.
 
-    Guarantee: its history is the one whose ε its own report states. It is refused if that ε may still grow, or does not
-    hold.
+    Guarantee: the history is that whose ε the run's own report states. A run whose ε may still grow, or does not hold,
+    is refused.
 
     Raises:
         ValueError: the folder holds no training run, plan and ledger do not belong together, the run was not private,
@@ -392,14 +393,14 @@ def plan_from(
     settings: Sequence[tuple[str, Value]] = (),
     randomness: str = "os",
 ) -> QueryPlan:
-    """Return the plan of a recipe: δ, and noise that is given or calibrated to the target.
+    """Plan a recipe with its noise multiplier, or with noise calibrated to its target ε.
 
     Args:
         recipe: of the run.
         method: of `dpllm.privacy.release_words.release_words`.
         num_units: N.
-        charges_of: from σ/Δ to the charges: name, event, count.
-        settings: public settings on which sensitivity and events rest.
+        charges_of: maps σ/Δ to the charges: name, event, count.
+        settings: public settings that determine sensitivity and events.
         randomness: "os" or "discrete".
 
     Raises:
@@ -427,7 +428,7 @@ def plan_with(
     settings: Sequence[tuple[str, Value]] = (),
     randomness: str = "os",
 ) -> QueryPlan:
-    """Return the plan of a recipe whose charges are known; as `plan_from`, which finds them.
+    """Plan a recipe whose charges are known; arguments as for `plan_from`.
 
     Raises:
         ValueError: δ is out of range.
@@ -451,7 +452,7 @@ def plan_with(
 
 
 def begin_from(recipe: QueryRecipe, plan: QueryPlan, **more: Any) -> QueryRun:
-    """Start the run of a recipe: its folder, budget, recipe file and notes of the release.
+    """Begin the run of a recipe with its folder, budget, recipe file and release notes.
 
     Raises:
         ValueError: as `QueryRun.begin`.
@@ -468,7 +469,7 @@ def begin_from(recipe: QueryRecipe, plan: QueryPlan, **more: Any) -> QueryRun:
 
 
 def format_query_plan(plan: QueryPlan) -> list[tuple[str, str]]:
-    """Return a plan as (name, value) rows for people."""
+    """Format a plan as (name, value) rows."""
     unit = plan.unit if plan.unit == "sequence" else f"user (column {plan.unit_column})"
     rows = [
         ("release", release_words()[plan.method].result),

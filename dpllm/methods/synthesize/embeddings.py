@@ -1,7 +1,6 @@
-"""Embeddings of texts by a local model: the mean of its last hidden states.
+"""Embeddings of texts by a local public model: the mean of its last hidden states.
 
-Place in the flow: below the distances of the evaluation and the votes of Private Evolution. The model is a public one
-that is at hand; no text leaves the machine.
+The evaluation of synthetic text and Private Evolution compare them. No text leaves the machine.
 """
 
 from __future__ import annotations
