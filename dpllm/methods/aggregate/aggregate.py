@@ -68,17 +68,17 @@ class Asker:
         limits: public sizes.
 
     Raises:
-        ConfigError: the model is an encoder with a decoder, or the chat template does not hold the message.
+        ConfigError: the model has an encoder and a decoder, or the chat template does not contain the message.
     """
 
     def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, opening: str, limits: Limits) -> None:
-        """Find the public tokens around the records."""
+        """Compute the public tokens around the records."""
         self._public, self._limits = PublicModel(model, tokenizer), limits
         before, self._after = _frame(tokenizer)
         self._start = [*self._public.start, *self._public.encoded(before + opening)]
 
     def length(self, ask: str) -> int:
-        """Return the public number of tokens of every prompt with this question."""
+        """Return the public number of tokens of a prompt with this question."""
         return max(1, len(self._start) + self._limits.records * self._limits.record_tokens + len(self._question(ask)))
 
     def require_room(self, questions: Sequence[tuple[str, Sequence[str]]]) -> tuple[int, int]:
@@ -115,10 +115,10 @@ class Asker:
         return [self._public.decoded(tokens) for part in passes for tokens in self._greedy(part, self.length(ask))]
 
     def likeliest(self, groups: Sequence[Sequence[str]], ask: str, answers: Sequence[str]) -> list[int]:
-        """Return, for each group, the number of the listed answer whose likelihood its records raise most.
+        """Return, for each group, the number of the listed answer whose likelihood its records increase most.
 
-        The score of an answer is the logarithm of its probability after the group's prompt, less that after the same
-        prompt without records (Holtzman et al., arXiv:2104.08315). The second is public.
+        The score of an answer is its log-probability after the group's prompt minus that after the same prompt without
+        records, which is public (Holtzman et al., arXiv:2104.08315).
         """
         ids = self._answers(ask, answers)
         public_A = self._scores([self._row((), ask)], ask, ids)[0]
@@ -130,7 +130,7 @@ class Asker:
         """Return the tokens of a prompt.
 
         Raises:
-            ValueError: a group has more records than is public.
+            ValueError: a group has more records than the public limit.
         """
         if len(records) > self._limits.records:
             raise ValueError(
@@ -141,7 +141,7 @@ class Asker:
         return [*self._start, *read, *self._question(ask)]
 
     def _greedy(self, rows: list[list[int]], length: int) -> list[list[int]]:
-        """Return the new tokens of each row of a pass, up to the one that ends a text."""
+        """Return the new tokens of each row of a pass, up to the first end token."""
         limits = self._limits
         going = Continuation(self._public.model, rows, length, len(rows), limits.cached)
         found: list[Tensor] = []
@@ -154,7 +154,7 @@ class Asker:
         return [tokens[: next((at for at, one in enumerate(tokens) if one in ends), None)] for tokens in tokens_RT]
 
     def _scores(self, rows: list[list[int]], ask: str, answers: list[list[int]]) -> Tensor:
-        """Return (rows, answers): the logarithm of the probability of each answer after each row."""
+        """Return the log-probability of each answer after each row, (rows, answers)."""
         longest, size = max(map(len, answers)), self._limits.rows_per_pass
         target_RT = torch.tensor([ids + [0] * (longest - len(ids)) for ids in answers]).repeat(len(rows), 1)
         counts_R = torch.tensor([len(ids) for ids in answers]).repeat(len(rows))
@@ -178,17 +178,17 @@ class Asker:
         return self._public.encoded(ask + self._after)
 
     def _answers(self, ask: str, answers: Sequence[str]) -> list[list[int]]:
-        """Return the tokens of each answer; a space comes before it unless the prompt ends with one."""
+        """Return the tokens of each answer, preceded by a space unless the prompt ends with one."""
         prompt = ask + self._after
         space = "" if self._after or not prompt or prompt[-1].isspace() else " "
         return [self._public.encoded(space + answer) for answer in answers]
 
 
 def _frame(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """Return the text that a chat template puts before and after a message; two empty texts without one.
+    """Return the text that a chat template adds before and after a message; two empty texts without a template.
 
     Raises:
-        ConfigError: the template leaves the message out, or repeats it.
+        ConfigError: the template omits or repeats the message.
     """
     if not tokenizer.chat_template:
         return "", ""
@@ -208,7 +208,7 @@ def _frame(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
 
 METHOD = "answers of groups"
 GROUPS, GROUP_SIZE, KIND = "groups", "group size, units", ": kind"
-"""Names of settings of the plan, and the end of the name of a question's."""
+"""Names of settings of the plan; the name of a question's kind ends with the last."""
 THRESHOLDS = 0.1
 """The share of δ for the thresholds of all open questions together."""
 
@@ -219,10 +219,10 @@ def charge_name(question: Question) -> str:
 
 
 def plan_aggregate(recipe: QueryRecipe, num_units: int) -> QueryPlan:
-    """Return the plan of a recipe's run; it needs the number of units and no record.
+    """Plan a recipe from the number of units, without records.
 
     Raises:
-        ConfigError: there is no question, the units do not suffice, or an open answer could never be released.
+        ConfigError: there is no question, there are too few units, or an open answer could never be released.
         ValueError: δ is out of range, or no noise reaches the target.
     """
     options: AggregateConfig = recipe.options
@@ -255,7 +255,7 @@ def plan_aggregate(recipe: QueryRecipe, num_units: int) -> QueryPlan:
 
 
 def combinations(recipe: QueryRecipe, num_units: int) -> list[tuple[Question, Combined]]:
-    """Return each question with how its answers are combined; open ones share a tenth of δ for their thresholds."""
+    """Return each question with its combination; open questions share a tenth of δ for their thresholds."""
     options: AggregateConfig = recipe.options
     num_open = sum(question.kind == "open" for question in options.questions)
     share = THRESHOLDS * recipe.privacy.delta_for(num_units) / max(num_open, 1)
@@ -266,11 +266,11 @@ def combinations(recipe: QueryRecipe, num_units: int) -> list[tuple[Question, Co
 def ask_groups(
     recipe: QueryRecipe, records: PrivateRecords, plan: QueryPlan, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Carry out the run of a recipe, and return the released answer to each question, by name.
+    """Run a recipe and return the released answer to each question, by name.
 
     Raises:
         ConfigError: the model does not load, has no room, couples rows or does not fit into memory.
-        ValueError: the plan is another one, the budget does not allow the run, or the folder holds another.
+        ValueError: the plan belongs to a different recipe, the budget is too small, or the folder holds a run.
     """
     options: AggregateConfig = recipe.options
     ways = combinations(recipe, records.num_units)
@@ -299,7 +299,7 @@ def ask_groups(
 
 
 def _noise(plan: QueryPlan) -> float:
-    """Return σ, which all questions have in common."""
+    """Return σ, which all questions share."""
     return plan.event.noise_multiplier
 
 
@@ -315,14 +315,14 @@ def charged_answers(
 
     Args:
         run: with a charge for each question.
-        ways: each question with how its answers are combined.
+        ways: each question with its combination.
         num_units: N.
         num_groups: m.
         group_size: s.
-        asked: from a question and the units of each group to one answer of each group.
+        asked: maps a question and the units of each group to one answer of each group.
 
     Raises:
-        ValueError: there is not one answer of each group.
+        ValueError: a group has no answer.
     """
     for question, _ in ways:
         run.charge(charge_name(question))
@@ -339,13 +339,13 @@ def charged_answers(
 
 
 class _Asked:
-    """The answers of a model for the records of each group."""
+    """Computes the model's answers for the records of each group."""
 
     def __init__(self, asker: Asker, records: PrivateRecords) -> None:
         self._asker, self._records = asker, records
 
     def __call__(self, question: Question, groups: Sequence[Int64Array]) -> Sequence[Any]:
-        """Return one answer of each group, which are private."""
+        """Return one answer of each group. They are private."""
         texts = [[text for unit in self._records.contexts(group) for text in unit] for group in groups]
         if question.answers is not None:
             return self._asker.likeliest(texts, question.ask, question.answers)
@@ -353,7 +353,7 @@ class _Asked:
 
 
 def _asker(recipe: QueryRecipe) -> tuple[Asker, list[str]]:
-    """Return the loaded model, ready to be asked, and open points about it."""
+    """Load and check the model; return it with open points about it."""
     options: AggregateConfig = recipe.options
     model, tokenizer, points = load_public_model(recipe)
     limits = Limits(

@@ -49,15 +49,15 @@ _KEYS = ("teach.public_prompts", "teach.max_shared_records")
 
 @dataclass(frozen=True)
 class Prepared:
-    """Everything that is known before the first teacher is trained.
+    """Inputs and plan of a run before the first teacher is trained.
 
     Attributes:
         recipe: of the run.
         private: the private records.
         held_out: records to measure the student on; None without them.
         prompts: the public texts.
-        prompts_data: how they are read.
-        num_classes: number of public classes; None where teachers vote on tokens.
+        prompts_data: how the public texts are read.
+        num_classes: number of public classes; None if teachers vote on tokens.
         vote: the public numbers of the vote.
         plan: the plan.
         points: open points for the report.
@@ -88,7 +88,7 @@ class Prepared:
 
     @property
     def tokens(self) -> bool:
-        """Whether teachers vote on tokens, and not on classes."""
+        """Whether teachers vote on tokens instead of classes."""
         return self.num_classes is None
 
     @property
@@ -98,11 +98,10 @@ class Prepared:
 
 
 def check_teaching(recipe: QueryRecipe) -> None:
-    """Check the parts of a recipe that need no records.
+    """Check a recipe without reading records.
 
     Raises:
-        ConfigError: records, model and options are neither those of classes nor those of tokens, or an option of a
-            training is wrong.
+        ConfigError: format, task and options match neither classes nor tokens, or a training option is wrong.
     """
     options = recipe.options
     assert isinstance(options, TeachConfig)
@@ -123,7 +122,7 @@ def check_teaching(recipe: QueryRecipe) -> None:
 
 
 def _check_kind(task: str, form: RecordFormat, options: TeachConfig) -> None:
-    """Check that task, format and options are all for classes, or all for tokens."""
+    """Check that task, format and options are all for classes or all for tokens."""
     if task == "sequence_classification" and form.holds is TextLabel:
         if options.max_new_tokens is not None:
             raise ConfigError(
@@ -145,11 +144,12 @@ def _check_kind(task: str, form: RecordFormat, options: TeachConfig) -> None:
 
 
 def prepare(recipe: QueryRecipe) -> Prepared:
-    """Read the records and the public texts, and compute the plan.
+    """Read the records and the public texts, and plan the run.
 
     Raises:
-        ConfigError: `check_teaching` refuses the recipe, the number of classes is not known, or there are fewer units
-            than teachers.
+        ConfigError: `check_teaching` refuses the recipe, the number of classes is unknown, or there are fewer units
+        than
+            teachers.
         DataError: records or texts cannot be used, or the public texts hold private records.
         ValueError: no noise reaches the target ε.
     """
@@ -186,7 +186,7 @@ def _num_classes(model: ModelConfig, private: datasets.Dataset, data: DataConfig
     """Return the public number of classes.
 
     Raises:
-        ConfigError: nobody has named it.
+        ConfigError: neither recipe nor data set names it.
     """
     found = model.num_labels or num_labels_of(private, data)
     if found is None:
@@ -198,7 +198,7 @@ def _num_classes(model: ModelConfig, private: datasets.Dataset, data: DataConfig
 
 
 def prompts_of(recipe: QueryRecipe) -> DataConfig:
-    """Return how the public texts are read: as texts, one for each record, cut as the private ones."""
+    """Return how the public texts are read: one text for each record, cut to the length of the private ones."""
     options, data = recipe.options, recipe.data
     return DataConfig(
         path=options.public_prompts,
@@ -212,7 +212,7 @@ def prompts_of(recipe: QueryRecipe) -> DataConfig:
 
 
 def settings_of(options: TeachConfig, vote: Vote, num_classes: int) -> list[tuple[str, Value]]:
-    """Return the public numbers of the vote, by name, for plan and report."""
+    """Return the public parameters of the vote on labels, by name, for plan and report."""
     settings: list[tuple[str, Value]] = [
         (TEACHERS, options.teachers),
         (CLASSES, num_classes),
@@ -228,7 +228,7 @@ def settings_of(options: TeachConfig, vote: Vote, num_classes: int) -> list[tupl
 
 
 def token_settings_of(options: TeachConfig, vote: Vote, num_prompts: int) -> list[tuple[str, Value]]:
-    """Return the public numbers of the vote on tokens, by name, for plan and report."""
+    """Return the public parameters of the vote on tokens, by name, for plan and report."""
     settings: list[tuple[str, Value]] = [
         (TEACHERS, options.teachers),
         (PROMPTS, num_prompts),

@@ -62,14 +62,14 @@ State = Mapping[str, Tensor]
 
 
 def fresh_seed() -> int:
-    """Return a seed from the operating system, so that no training's random numbers depend on another's data."""
+    """Return a seed from the operating system, so that random numbers of a training do not depend on other data."""
     return secrets.randbits(_SEED_BITS)
 
 
 def train_without_privacy(
     model: Any, rows: datasets.Dataset, collator: RowCollator, section: Mapping[str, Any], folder: Path
 ) -> Any:
-    """Train the trainable parameters of a model on rows, without privacy, and return the model.
+    """Train a model in place on rows, without privacy, and return it.
 
     Nothing is written, and nothing is shown. Random numbers come from a fresh seed.
     """
@@ -90,10 +90,10 @@ def train_without_privacy(
 
 
 class OneBase:
-    """One model in memory, whose trainable part starts again for every teacher.
+    """One model in memory, which is reset to its start for every teacher.
 
-    Guarantee: a training starts from the same values of every parameter and buffer that can change, and of what modules
-    keep beside them (the longest row so far, a number of hash buckets), whatever was trained before.
+    Guarantee: each training starts from the same values of every parameter and buffer that can change, and of other
+    module state (the longest row so far, a number of hash buckets), whatever was trained before.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -104,21 +104,21 @@ class OneBase:
         self._attributes = StartingValues(model)
 
     def begin(self) -> Any:
-        """Return the model as it was at its start; its random numbers come from a fresh seed."""
+        """Reset the model to its start with a fresh seed of random numbers, and return it."""
         set_seed(fresh_seed())
         self._attributes.restore()
         return self.put()
 
     def state(self) -> State:
-        """Return a copy of the present values of all that a training may change, on the model's device."""
+        """Return a copy of the current values of all that a training may change, on the model's device."""
         return {name: tensor.detach().clone() for name, tensor in self._tensors() if name in self._start}
 
     @torch.no_grad()
     def put(self, state: State | None = None) -> Any:
-        """Return the model with other values of all that a training may change.
+        """Set all that a training may change, and return the model.
 
         Args:
-            state: as `state` returned it; None: that of the start.
+            state: as returned by `state`; None: the start.
         """
         values = self._start if state is None else state
         for name, tensor in self._tensors():
@@ -133,7 +133,7 @@ class OneBase:
 
 @torch.no_grad()
 def classes_of(model: Any, rows: datasets.Dataset, collator: RowCollator) -> Int64Array:
-    """Return (N,) the class with the highest score of each row: a whole number, also where scores are not finite."""
+    """Return the class with the highest score of each row, (N,): a whole number, even if scores are not finite."""
     lengths: Sequence[int] = [len(ids) for ids in rows["input_ids"]]
     order = np.argsort(lengths, kind="stable")
     device = next(model.parameters()).device
@@ -151,10 +151,10 @@ def classes_of(model: Any, rows: datasets.Dataset, collator: RowCollator) -> Int
 
 
 class Classroom:
-    """The public model in memory, with its tokenizer, and rows of texts for it."""
+    """The public model in memory with its tokenizer; turns records and texts into its rows."""
 
     def __init__(self, prepared: Prepared) -> None:
-        """Load the model with the recipe's adapters, and its tokenizer, which may be trained on the public texts.
+        """Load the model with its adapters and its tokenizer, which may be trained on the public texts.
 
         Raises:
             ConfigError: they cannot be loaded, or the start holds private records.
@@ -180,18 +180,18 @@ class Classroom:
         return self.rows(self.prepared.private, [column] if column else [])
 
     def prompts(self) -> datasets.Dataset:
-        """Return the rows of the public texts, with class 0, which is not read."""
+        """Return the rows of the public texts; their class, 0, is not read."""
         return self.rows(self.labelled(np.zeros(len(self.prepared.prompts), dtype=np.int64)))
 
     def labelled(self, labels_N: Int64Array) -> datasets.Dataset:
-        """Return the public texts that have a label, with it, in the columns of the private records."""
+        """Return the public texts that have a label, with their labels, in the columns of the private records."""
         prepared, data = self.prepared, self.prepared.recipe.data
         chosen = np.flatnonzero(labels_N != NO_LABEL)
         texts = prepared.prompts.select(chosen)[prepared.prompts_data.column("text")]
         return datasets.Dataset.from_dict({data.column("text"): texts, data.column("label"): labels_N[chosen].tolist()})
 
     def require_room(self) -> None:
-        """Refuse public texts after which T new tokens have no room.
+        """Refuse public texts that leave no room for T new tokens.
 
         Raises:
             ConfigError: a text is too long, for the model or for a row of the student.
@@ -220,7 +220,7 @@ class Classroom:
         return TextGenerator(self.base.model, self.tokenizer).ends
 
     def completed(self, texts: Sequence[Sequence[int]]) -> datasets.Dataset:
-        """Return the public texts that have new tokens, with these, in the columns of the private records."""
+        """Return the public texts that have new tokens, completed, in the columns of the private records."""
         data, prompts = self.prepared.recipe.data, self._prompt_texts()
         records = [
             data.form.record(prompt, self._decoded(row, new)) or {}
@@ -233,7 +233,7 @@ class Classroom:
         return list(self.prepared.prompts[self.prepared.prompts_data.column("text")])
 
     def _decoded(self, row: Sequence[int], new: Sequence[int]) -> str:
-        """Return the text of new tokens; tokens at the begin of a text may be decoded without their space."""
+        """Decode new tokens; at the start of a text, tokens may be decoded without their space."""
         head, whole = self._text([*row]), self._text([*row, *new])
         return whole[len(head) :] if whole.startswith(head) else self._text(new)
 
@@ -257,7 +257,7 @@ def _teacher(classroom: Classroom, rows: datasets.Dataset, run: QueryRun) -> Any
 def labelled_texts(
     classroom: Classroom, rows: datasets.Dataset, run: QueryRun, say: Say, done: Progress
 ) -> datasets.Dataset:
-    """Return the public texts that got a label, in the columns of the private records."""
+    """Return the public texts that the teachers labelled, in the columns of the private records."""
     prepared = classroom.prepared
     ballots = count_votes(classroom, rows, run, done)
     say(f"labelling {prepared.vote.num_prompts:,} public texts by a noisy vote")
@@ -268,7 +268,7 @@ def labelled_texts(
 
 
 def count_votes(classroom: Classroom, rows: datasets.Dataset, run: QueryRun, done: Progress) -> Ballots:
-    """Train every teacher on the rows of its units, and return the counts of their votes, which are private."""
+    """Train every teacher on the rows of its units; return the counts of the votes, which are private."""
     partition, units = _division(classroom, rows, run)
     prompts, num_classes = classroom.prompts(), classroom.prepared.num_classes
     assert num_classes is not None, "teachers of tokens write in completed_texts"
@@ -285,13 +285,13 @@ def count_votes(classroom: Classroom, rows: datasets.Dataset, run: QueryRun, don
 class Panel:
     """Teachers that write (`dpllm.methods.pate.votes.Writers`): adapters over one model in memory.
 
-    Each has its own keys and values of the texts so far. Tokens are drawn as argmax(logits + τ·g), with Gumbel noise g
-    that public model and all teachers share: each draws from its own distribution at temperature τ, and models that
+    Each has its own keys and values for the texts so far. Tokens are drawn as argmax(logits + τ·g), with Gumbel noise g
+    that the public model and all teachers share: each draws from its own distribution at temperature τ, and models that
     agree draw the same token (coordinated sampling; Cohen et al., Hot PATE, arXiv:2312.02132). The noise g depends on
     no record, so a vote is still a function of one teacher's units, of released tokens, and of public numbers.
 
-    The candidates are the tokens with the largest logits + τ·g of the public model. Each teacher names its own best
-    among them. So its vote is never lost, and every token can become a candidate.
+    The candidates are the tokens with the largest logits + τ·g of the public model, and each teacher votes for its best
+    among them. So no vote is lost, and every token can become a candidate.
 
     Args:
         base: the public model at its start, with adapters.
@@ -313,7 +313,7 @@ class Panel:
         barred: Collection[int] = (),
         vocabulary: int | None = None,
     ) -> None:
-        """Begin the texts."""
+        """Start the texts."""
         self.num_texts, self.num_teachers = len(prompts), len(teachers)
         self._base, self._teachers, self._options, self._rng = base, teachers, options, rng
         self._barred, self._vocabulary = sorted(barred), vocabulary
@@ -327,7 +327,7 @@ class Panel:
         self._candidates_RC: Tensor | None = None
 
     def candidates(self) -> Int64Array:
-        """Return (R, C) the candidates of the next place, from the public model and fresh common random numbers."""
+        """Return the candidates of the next place, (R, C), from the public model and fresh shared random numbers."""
         self._noise_RV = None
         scores_RV = self._scores(self._public, None)
         known = scores_RV.shape[1] - len(self._barred)
@@ -336,7 +336,7 @@ class Panel:
         return self._candidates_RC.cpu().numpy()
 
     def vote(self, teacher: int) -> Int64Array:
-        """Return (R,) the candidate with a teacher's highest score: a whole number, also if scores are not finite."""
+        """Return the candidate with a teacher's highest score, (R,): a whole number, even if scores are not finite."""
         assert self._candidates_RC is not None, "candidates come first"
         scores_RV = self._scores(self._own[teacher], self._teachers[teacher])
         return scores_RV.gather(1, self._candidates_RC).argmax(dim=1).cpu().numpy()
@@ -351,7 +351,7 @@ class Panel:
         return next(self._base.model.parameters()).device
 
     def _scores(self, rows: Continuation, state: State | None) -> Tensor:
-        """Return (R, V) logits + τ·g of the public model, or of a teacher."""
+        """Return logits + τ·g of the public model or of a teacher, (R, V)."""
         self._base.put(state)
         ((_, logits_RV),) = rows.logits()
         wide_RV = logits_RV[:, : self._vocabulary].to(torch.promote_types(logits_RV.dtype, torch.float32)).clone()
@@ -367,7 +367,7 @@ class Panel:
 def completed_texts(
     classroom: Classroom, rows: datasets.Dataset, run: QueryRun, say: Say, done: Progress
 ) -> datasets.Dataset:
-    """Return the public texts that were continued, in the columns of the private records."""
+    """Return the public texts that the teachers completed, in the columns of the private records."""
     prepared = classroom.prepared
     options, vote = prepared.options, prepared.vote
     teachers = trained_teachers(classroom, rows, run, done)
@@ -392,7 +392,7 @@ def completed_texts(
 
 
 def trained_teachers(classroom: Classroom, rows: datasets.Dataset, run: QueryRun, done: Progress) -> list[State]:
-    """Train every teacher on the rows of its units, and return their values, which are private."""
+    """Train every teacher on the rows of its units; return their parameters, which are private."""
     partition, units = _division(classroom, rows, run)
     teachers: list[State] = []
     for teacher in range(partition.num_teachers):
@@ -408,11 +408,12 @@ STUDENT_FOLDER = "student"
 
 @dataclass(frozen=True)
 class Taught:
-    """The result of a run, all of it public.
+    """The public result of a run.
 
     Attributes:
         num_texts: texts that got a label or a completion.
-        figures: of the held-out records, by name; empty without them. ε covers them only if these records are public.
+        figures: measured on held-out records, by name; empty without them. ε covers them only if the records are
+        public.
     """
 
     num_texts: int
@@ -420,7 +421,7 @@ class Taught:
 
 
 def teach(prepared: Prepared, say: Say, done: Progress) -> Taught:
-    """Carry out a PATE run: train the teachers, release noisy labels or completions, and train the student.
+    """Train the teachers, release noisy labels or completions, and train the student.
 
     Raises:
         ValueError, ConfigError: the model or a record cannot be used; or the folder holds a run.
@@ -451,20 +452,20 @@ def teach(prepared: Prepared, say: Say, done: Progress) -> Taught:
                 student = train_student(classroom, run, made)
                 released += save_student(classroom, student)
                 figures |= measured(classroom, run, student, "the student")
-        finally:  # the vote is paid for, whatever becomes of the student
+        finally:  # the vote is charged, even if the student fails
             run.release(*released)
     return Taught(len(made), figures)
 
 
 def write_texts(made: datasets.Dataset, path: Path) -> None:
-    """Write the labelled or completed texts, one JSON object a line, in the columns of the private records."""
+    """Write the labelled or completed texts as JSON lines, in the columns of the private records."""
     with open(path, "w", encoding="utf-8") as file:
         for row in made:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
 def train_student(classroom: Classroom, run: QueryRun, made: datasets.Dataset) -> Any:
-    """Train the student on the labelled or completed texts, from the start of the teachers, and return it.
+    """Train the student on the labelled or completed texts, from the teachers' start, and return it.
 
     It is computed from released labels or tokens, public texts and public weights, so it costs nothing.
     """
@@ -475,7 +476,7 @@ def train_student(classroom: Classroom, run: QueryRun, made: datasets.Dataset) -
 
 
 def save_student(classroom: Classroom, student: Any) -> list[Path]:
-    """Write the student and its tokenizer, and return the files."""
+    """Write the student and its tokenizer; return their files."""
     folder = Path(classroom.prepared.recipe.output_dir) / STUDENT_FOLDER
     student.save_pretrained(folder)
     classroom.tokenizer.save_pretrained(folder)
@@ -483,9 +484,9 @@ def save_student(classroom: Classroom, student: Any) -> list[Path]:
 
 
 def measured(classroom: Classroom, run: QueryRun, model: Any, whose: str) -> dict[str, float]:
-    """Return a model's accuracy or perplexity on the held-out records, if there are any, by name.
+    """Measure a model on the held-out records, if there are any; return accuracy or perplexity by name.
 
-    ε does not cover a figure of private records: it is noted as a disclosure, and not written.
+    ε does not cover a figure of private records: it is recorded as a disclosure and not written.
     """
     prepared = classroom.prepared
     if prepared.held_out is None:

@@ -47,11 +47,11 @@ from dpllm.methods.queries.run import QueryRun
 
 
 class Partition:
-    """The teacher of each unit.
+    """The division of the units among the teachers.
 
-    Guarantee: uniformly random among all divisions in which the numbers of units of two teachers differ by at most one,
-    and independent of the records: it depends on their public number N only. The neighbouring data set, which lacks a
-    unit or has another one in its place, is divided in the same way.
+    Guarantee: it is uniformly random among all divisions in which the teachers' numbers of units differ by at most one,
+    and depends on the public number N of units only, not on records. A neighbouring data set, in which a unit is
+    removed or replaced, is divided in the same way.
 
     Raises:
         ValueError: there are more teachers than units.
@@ -74,14 +74,14 @@ class Partition:
 
     @property
     def sizes(self) -> Int64Array:
-        """Return (k,): the number of units of each teacher, which is public."""
+        """The number of units of each teacher, (k,), which is public."""
         return np.bincount(self.teacher_of, minlength=self.num_teachers)
 
     def rows_of(self, teacher: int, units: UnitIndex) -> Int64Array:
         """Return the row numbers of a teacher's units, in the order of the data.
 
         Raises:
-            ValueError: the index has another number of units.
+            ValueError: the index has a different number of units.
         """
         if units.num_units != len(self.teacher_of):
             raise ValueError(f"{len(self.teacher_of)} units were divided, and the rows have {units.num_units}")
@@ -100,13 +100,13 @@ NO_LABEL = -1
 
 
 class Ballots:
-    """The votes of all teachers for all texts, as counts.
+    """The votes of all teachers on all texts, as counts.
 
-    Guarantee: a teacher adds 1 to one count of each text, whatever its model computes.
+    Guarantee: a teacher adds 1 to exactly one count of each text, whatever its model computes.
     """
 
     def __init__(self, num_prompts: int, num_classes: int) -> None:
-        """Begin without a vote."""
+        """Start without votes."""
         self.counts_NC: Int64Array = np.zeros((num_prompts, num_classes), dtype=np.int64)
         self.num_voters = 0
 
@@ -117,8 +117,9 @@ class Ballots:
             classes_N: (num_prompts,) the class of each text, a whole number.
 
         Raises:
-            ValueError: they are no whole numbers (a score or a probability is no vote: its influence has no bound), or
-                there are too many or too few of them, or one is no class.
+            ValueError: they are not whole numbers (the influence of a score or a probability has no bound), their
+            number
+                is wrong, or one is not a class.
         """
         num_prompts, num_classes = self.counts_NC.shape
         if classes_N.dtype.kind != "i" or classes_N.shape != (num_prompts,):
@@ -134,7 +135,7 @@ class Ballots:
 
 @dataclass(frozen=True)
 class Vote:
-    """The public numbers of the vote.
+    """The public parameters of the vote.
 
     Attributes:
         num_prompts: texts that are voted on; places of tokens at most.
@@ -152,7 +153,7 @@ class Vote:
 
     @property
     def most_labels(self) -> int:
-        """The number of labels that is charged."""
+        """The number of labels charged."""
         return self.num_prompts if self.max_answers is None else min(self.max_answers, self.num_prompts)
 
     def stddevs(self, noise_multiplier: float) -> tuple[float, float]:
@@ -165,7 +166,7 @@ class Vote:
         return stddev, stddev * self.check_noise
 
     def charges(self, noise_multiplier: float) -> Sequence[tuple[str, Event, int]]:
-        """Return the charges of the run: name, event, and the most that it is charged.
+        """Return the charges of the run: name, event and largest count.
 
         Args:
             noise_multiplier: σ/√2, that of a label's event.
@@ -209,13 +210,13 @@ class Vote:
 def ballots_of(
     partition: Partition, units: UnitIndex, ballots: Ballots, vote_of: Callable[[int, Int64Array], Int64Array]
 ) -> Ballots:
-    """Let every teacher vote, each with the rows of its units, and return the counts, which are private.
+    """Let every teacher vote with the rows of its units, and return the counts, which are private.
 
     Args:
         partition: the teacher of each unit.
         units: the rows of each unit.
-        ballots: without a vote.
-        vote_of: from a teacher's number and the numbers of its rows to (N,) the class that it names for each text.
+        ballots: without votes.
+        vote_of: maps a teacher's number and the numbers of its rows to its class for each text, (N,).
     """
     for teacher in range(partition.num_teachers):
         ballots.add(vote_of(teacher, partition.rows_of(teacher, units)))
@@ -223,7 +224,7 @@ def ballots_of(
 
 
 def released_labels(vote: Vote, num_teachers: int, run: QueryRun, ballots: Ballots) -> Int64Array:
-    """Charge the vote, add its noise, and return (N,) the label of each public text, `NO_LABEL` where it has none.
+    """Charge the vote, add its noise, and return the label of each public text, (N,); `NO_LABEL` for none.
 
     Raises:
         ValueError: not all teachers have voted, or the charge is not planned.
@@ -234,20 +235,20 @@ def released_labels(vote: Vote, num_teachers: int, run: QueryRun, ballots: Ballo
 
 
 class TokenVotes:
-    """Votes on tokens, one place of several texts after the other; all that may follow are charged at the begin.
+    """Votes on tokens, place by place for several texts; all possible votes are charged at the start.
 
-    Guarantee: no more votes are released than are charged. How many places a text has follows from released tokens, so
-    it depends on private records; the charge does not.
+    Guarantee: no more votes are released than are charged. The number of places of a text follows from released tokens,
+    so it depends on private records; the charge does not.
 
     Args:
         vote: the public numbers of the vote.
         num_teachers: k.
         run: its plan has the charges of the vote.
         public_votes: added to the count of candidate 0, the public model's own token. They depend on no record, and the
-            check of a threshold does not see them.
+            check of a threshold ignores them.
 
     Attributes:
-        left: tokens by vote that may still be released.
+        left: number of tokens by vote that may still be released.
     """
 
     def __init__(self, vote: Vote, num_teachers: int, run: QueryRun, public_votes: float = 0.0) -> None:
@@ -257,7 +258,7 @@ class TokenVotes:
         self.left, self._places = vote.most_labels, vote.num_prompts
 
     def winners(self, ballots: Ballots) -> Int64Array:
-        """Return (R,) the candidate that wins at the next place of each text, `NO_LABEL` where the check failed.
+        """Return the winning candidate at the next place of each text, (R,); `NO_LABEL` where the check failed.
 
         Args:
             ballots: of these places, with the votes of all teachers.
@@ -291,7 +292,7 @@ def _charge(vote: Vote, run: QueryRun) -> None:
 
 
 def _noisy_winners(vote: Vote, run: QueryRun, ballots: Ballots, public_votes: float = 0.0) -> Int64Array:
-    """Return (N,) the winner of each vote, with noise of the size that is charged."""
+    """Return the winner of each vote, (N,), with noise of the charged size."""
     stddev, check_stddev = vote.stddevs(run.plan.charge(vote.answers).event.noise_multiplier)
     noise_NC = run.randomness.gaussian(ballots.counts_NC.shape, stddev)
     noise_N = run.randomness.gaussian((len(noise_NC),), check_stddev)
@@ -300,7 +301,7 @@ def _noisy_winners(vote: Vote, run: QueryRun, ballots: Ballots, public_votes: fl
 
 
 class Writers(Protocol):
-    """The public model and the teachers, with R texts that all of them continue."""
+    """The public model and the teachers, which continue R texts together."""
 
     @property
     def num_texts(self) -> int:
@@ -313,14 +314,14 @@ class Writers(Protocol):
         ...
 
     def candidates(self) -> Int64Array:
-        """Return (R, C) the tokens that may come next; the public model's own choice is the first.
+        """Return the candidates of the next token, (R, C); the first is the public model's own choice.
 
-        They follow from released tokens and from public models and random numbers only. Called once for each place.
+        They depend on released tokens, the public model and random numbers only. Called once for each place.
         """
         ...
 
     def vote(self, teacher: int) -> Int64Array:
-        """Return (R,) the number of the candidate that a teacher names for each text; called once for each place."""
+        """Return the number of the candidate that a teacher chooses for each text, (R,); called once for each place."""
         ...
 
     def append(self, tokens_R: Int64Array) -> None:
@@ -329,10 +330,10 @@ class Writers(Protocol):
 
 
 def written_tokens(writers: Writers, votes: TokenVotes, most: int, ends: Collection[int] = ()) -> list[list[int]]:
-    """Return the tokens that follow each text.
+    """Write the tokens that follow each text.
 
-    A text ends before a token that ends texts, after the most tokens, or when no vote is left for it. Where the check
-    of a threshold fails, the public model's own token is taken.
+    A text ends before an end token, after the largest number of tokens, or when no vote is left for it. Where the check
+    of a threshold fails, it gets the public model's own token.
 
     Args:
         writers: public model and teachers.

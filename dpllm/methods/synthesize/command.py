@@ -185,7 +185,7 @@ def _read_shares(path: Path) -> dict[str, Any]:
 
 
 def _budget_of(folder: Path) -> Path | None:
-    """Return the budget file that the run's recipe names, if it is here."""
+    """Return the budget file in the run's recipe, if the recipe is in its folder."""
     from dpllm.config import RECIPE_FILE, load_recipe
     from dpllm.methods.synthesize.data_set import run_of
 
@@ -195,7 +195,7 @@ def _budget_of(folder: Path) -> Path | None:
 
 
 def _say(text: str) -> None:
-    """Print about the work, apart from the results."""
+    """Print progress to standard error."""
     typer.echo(text, err=True)
 
 

@@ -52,7 +52,7 @@ class CountedLabels:
     """Labels whose shares are counted with noise.
 
     Raises:
-        ConfigError: a value is out of range, or the classes are not different names.
+        ConfigError: a value is out of range, or a class occurs twice.
     """
 
     classes: tuple[str, ...]
@@ -69,12 +69,12 @@ class CountedLabels:
 
     @property
     def charge(self) -> Charge:
-        """The charge: one answer about all units, as `dpllm methods count` charges it."""
+        """The charge of the counts, the same as that of `dpllm methods count`."""
         event = Query(noise_multiplier=float(self.noise_multiplier), replaced=REPLACED, discrete=True)
         return Charge(name=CHARGE, event=event, count=1)
 
     def settings(self, rows_per_unit: int) -> tuple[tuple[str, Value], ...]:
-        """Return the public settings on which the sensitivity rests."""
+        """Return the public settings that determine the sensitivity."""
         return (
             ("rows of a unit that are counted, at most", rows_per_unit),
             ("noise of a count (standard deviation)", float(self.noise_multiplier * rows_per_unit)),
@@ -83,14 +83,13 @@ class CountedLabels:
 
 
 def read_labels(folder: str | Path, plan: QueryPlan, counted: CountedLabels) -> tuple[LabelledUnits, str | None]:
-    """Return the labels of the records that a run was trained on, and a doubt if the records cannot be compared.
+    """Read the labels of the records that a run was trained on; also return a doubt if the records cannot be compared.
 
     Nothing is charged yet. The column of the labels may have been added after the training.
 
     Raises:
-        ConfigError: the folder has no recipe, the records cannot be read, have no such column, or are others than those
-            of the training.
-        LedgerError: they have other contents than those of the training.
+        ConfigError: the folder has no recipe; or the records cannot be read, lack the column or have different units.
+        LedgerError: the contents of the records differ from those of the training.
     """
     path = Path(folder) / RECIPE_FILE
     if not path.is_file():
@@ -112,7 +111,7 @@ def read_labels(folder: str | Path, plan: QueryPlan, counted: CountedLabels) -> 
 
 
 def count_noisily(run: QueryRun, units: LabelledUnits, exact: Sequence[int]) -> LabelShares:
-    """Charge the counts, add their noise, write them, and return the shares that they give.
+    """Charge the counts, add their noise, write them, and return the resulting shares.
 
     Guarantee: only the noisy counts leave this function, and they were charged before the noise was drawn.
 
@@ -137,7 +136,7 @@ BLOCKED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A data set to make: everything in it is public.
+    """The public request for a data set.
 
     Raises:
         ConfigError: a number is out of range, or the format is unknown.
@@ -148,7 +147,7 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     """How texts are drawn."""
     filters: FilterSettings = field(default_factory=FilterSettings)
-    """Which of them are left out."""
+    """Which of them are dropped."""
     batch_size: int = 16
     """The most texts that are made together."""
     file_format: str = "jsonl"
@@ -164,7 +163,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Labels:
-    """Labels of a data set, with their shares as public or to be counted.
+    """Labels of a data set, with public shares or with shares to be counted.
 
     Raises:
         ConfigError: neither or both are given.
@@ -178,16 +177,16 @@ class Labels:
     """How they are counted; None: they are public."""
 
     def __post_init__(self) -> None:
-        """Check that the shares have one source, and that the prompt has a place for the label."""
+        """Check that the shares have one source, and that the prompt has a placeholder."""
         if (self.shares is None) == (self.counted is None):
             raise ConfigError("the shares of the labels are either given as public or counted: give one of them")
         prompt_of(self.template, "")
 
 
 def run_of(folder: str | Path) -> Path:
-    """Return the folder of the run to which a model's folder belongs: itself, or the one above a copy in it.
+    """Return the folder of the run that a model's folder belongs to: itself, or its parent for a copy.
 
-    A checkpoint and a merged model in the folder of a run have copies of its ledger, which may lack its last lines.
+    Checkpoints and merged models in the folder of a run have copies of its ledger, which may lack its last lines.
     """
     folder = Path(folder)
     above = Path(os.path.realpath(folder)).parent
@@ -199,10 +198,10 @@ def run_of(folder: str | Path) -> Path:
 
 
 def plan_of(source: str | Path, counted: CountedLabels | None = None) -> QueryPlan:
-    """Return the plan of a data set, with the unit, δ and adjacency of the training run.
+    """Plan a data set, with the unit, δ and adjacency of the training run.
 
     Raises:
-        ValueError: the run is not private, has not ended, or is no training run.
+        ValueError: the run is not private, has not ended, or is not a training run.
     """
     folder = run_of(source)
     trained, prior = training_plan(folder, "A synthetic data set"), prior_release(folder)
@@ -237,27 +236,27 @@ def make_data_set(
     say: Callable[[str], None] = lambda _: None,
     moved: Callable[[int], None] = lambda _: None,
 ) -> Made:
-    """Make a synthetic data set: count the labels if asked to, draw the texts, and write them with report and card.
+    """Make a synthetic data set: count the labels if requested, draw the texts, write them with report and card.
 
     Guarantee: the folder's ε is that of the training run and of the counts together. No other private value reaches a
     file of the folder.
 
     Args:
-        source: folder of the training run, or of a model of it.
+        source: folder of the training run, or of one of its models.
         output: the new folder.
         model: the model of `source`.
         wanted: prompts, which share the texts evenly, or labels.
         request: number of texts, sampling and filters.
-        budget: the budget file of the people; None: none.
-        to_model: from a prompt to the form that the model was trained with, such as a chat.
-        say: gets a line before each part.
-        moved: gets the number of texts that were kept.
+        budget: the budget file of the data set; None: no budget is charged.
+        to_model: converts a prompt to the format of the training, such as a chat.
+        say: prints a line before each part.
+        moved: called with the number of newly kept texts.
 
     Returns:
-        The texts, and the draws that they took.
+        The texts and the number of draws.
 
     Raises:
-        ValueError: the source is no private run that has ended; the labels do not fit the records. Nothing is charged
+        ValueError: the source is not a finished private run, or the labels do not match the records. Nothing is charged
             then.
         LedgerError: the output folder holds a run.
     """
@@ -271,7 +270,7 @@ def make_data_set(
     if counted is not None:
         say("reading the labels of the private records")
         units, doubt = read_labels(run_of(source), plan, counted)
-        exact = units.exact_counts()  # a label that is no class ends the run before anything is charged
+        exact = units.exact_counts()  # an unknown label ends the run before anything is charged
     results = [texts.name, *([COUNTS_FILE] if counted is not None else [])]
     with QueryRun.begin(output, plan, dataset=plan.dataset, budget=budget, results=results) as run:
         shares = wanted.shares if isinstance(wanted, Labels) else None
@@ -293,7 +292,7 @@ def make_data_set(
 
 
 def facts_of(request: Request, made: Made) -> dict[str, str | int]:
-    """Return the facts of a data set for report and card: all are public, or follow from what was released."""
+    """Return the facts of a data set for report and card: all are public or computed from released texts."""
     sampling, filters = request.sampling, request.filters
     seed = "from the operating system" if sampling.seed is None else f"{sampling.seed}"
     rules = [f"at least {filters.min_words} words"]

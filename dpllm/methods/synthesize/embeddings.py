@@ -21,7 +21,7 @@ from dpllm.models.loading import NO_CODE, not_loaded, require_folder
 
 Floats = NDArray[np.float64]
 LONGEST = 512
-"""Tokens of a text that are read, unless the model reads fewer, or fewer by themselves."""
+"""Tokens of a text that are read, if the model reads that many independently of other texts."""
 
 
 class Embedder:
@@ -34,19 +34,19 @@ class Embedder:
     """
 
     def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, most: int = LONGEST) -> None:
-        """Take a loaded model."""
+        """Store a loaded model."""
         encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", False))
         self.model = (model.get_encoder() if encoder_decoder else model).eval()
         self.tokenizer = tokenizer
-        apart = tokens_by_themselves(model)  # beyond it, a text's vector depends on texts beside it or before it
+        apart = tokens_by_themselves(model)  # beyond it, a text's vector depends on other texts
         self.most = min(most, num_positions(model) or most, apart or most)
 
     @torch.no_grad()
     def embed(self, texts: Sequence[str], batch_size: int = 64) -> Floats:
-        """Return (len(texts), D) float64: for each text the mean of the last hidden states of its tokens.
+        """Return, (len(texts), D) float64, the mean of the last hidden states of each text's tokens.
 
-        A row depends on its text only: padding is masked. A text without a token, or whose states are not finite, has
-        a row of zeros.
+        A row depends on its text only: padding is masked. A text without tokens, or with states that are not finite,
+        has a row of zeros.
         """
         device = next(self.model.parameters()).device
         rows = [list(self.tokenizer(text, verbose=False)["input_ids"])[: self.most] for text in texts]
@@ -72,7 +72,7 @@ class Embedder:
 
 
 def load_embedder(name: str, device: str | torch.device | None = None) -> Embedder:
-    """Read a model for embeddings.
+    """Load a model for embeddings: a folder in the format of transformers, or a Hub id.
 
     Raises:
         ConfigError: it cannot be loaded.

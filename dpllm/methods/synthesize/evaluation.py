@@ -43,7 +43,7 @@ _TEXT_COLUMNS = (TEXT, "completion", "ref", "sentence")
 
 @dataclass(frozen=True)
 class LabelledTexts:
-    """Some texts, each with its label if they have labels.
+    """Texts, each with its label if there are labels.
 
     Raises:
         ConfigError: there is no text.
@@ -53,7 +53,7 @@ class LabelledTexts:
     """For tables."""
     texts: tuple[str, ...]
     labels: tuple[str, ...] | None = None
-    """(len(texts),) None: they have none."""
+    """(len(texts),) None: no labels."""
 
     def __post_init__(self) -> None:
         """Check that there is a text."""
@@ -70,7 +70,7 @@ def texts_file(path: str | Path) -> Path:
     """Return the file of texts: the path itself, or the file in the folder of a synthetic data set.
 
     Raises:
-        ConfigError: there is none, or it ends in an unknown way.
+        ConfigError: it is missing or cannot be read.
     """
     path = Path(path)
     if path.is_dir():
@@ -98,7 +98,7 @@ def read_texts(
         name: for tables; None: the path.
 
     Raises:
-        ConfigError: no such file or column; a text is none. The message has its number and not its text.
+        ConfigError: the file or a column is missing, or a record has no text; the message gives its number only.
     """
     file = texts_file(path)
     texts: list[Any] = []
@@ -133,18 +133,18 @@ Words = Sequence[str]
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """What two sets of texts share, word for word."""
+    """The overlap of two sets of texts, word for word."""
 
     ngram: int
     """n."""
     shared: float
-    """Share of the different n-grams of the texts that are in the others; 0 if they have none."""
+    """Share of the distinct n-grams of the texts that occur in the others; 0 if there are none."""
     longest_median: float
-    """Median over the texts of the longest run of words that is in one of the others."""
+    """Median over the texts of the longest run of words that occurs in one of the others."""
     longest: int
     """The longest such run of all texts, in words."""
     whole: float
-    """Share of the texts that are in the others as a whole."""
+    """Share of the texts that are equal to one of the others."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
@@ -152,10 +152,10 @@ class Overlap:
 
 
 class Runs:
-    """The runs of words of some texts, and which of them other texts have too.
+    """The runs of words of some texts, and which of them occur in other texts.
 
-    A suffix automaton (Blumer et al. 1985) of the texts, one after the other. Others are read one by one and not
-    kept, so memory grows with the texts only, and time with the words of both.
+    A suffix automaton (Blumer et al. 1985) of the concatenated texts. The others are read one by one and not stored, so
+    memory grows with the texts only, and time with the words of both.
 
     >>> runs = Runs([["the", "red", "dog", "sleeps"], ["barks", "one"]])
     >>> runs.mark(["a", "red", "dog", "barks"])
@@ -165,7 +165,7 @@ class Runs:
     """
 
     def __init__(self, texts: Sequence[Words]) -> None:
-        """Build the automaton; a separator that no text has keeps runs within one text."""
+        """Build the automaton; unique separators keep runs within one text."""
         self._texts = texts
         self._next: list[dict[str, int]] = [{}]
         self._link, self._length = [-1], [0]
@@ -176,7 +176,7 @@ class Runs:
         self._marked = [0] * len(self._length)
 
     def mark(self, words: Words) -> None:
-        """Note the runs of another text."""
+        """Mark the runs of another text."""
         state, length = 0, 0
         for word in words:
             while state and word not in self._next[state]:
@@ -187,7 +187,7 @@ class Runs:
             self._marked[state] = max(self._marked[state], length)
 
     def longest(self) -> list[int]:
-        """Return for each text the length of its longest run that one of the others has."""
+        """Return, for each text, the length of its longest run that occurs in one of the others."""
         marked = list(self._marked)
         for state in sorted(range(1, len(marked)), key=self._length.__getitem__, reverse=True):
             if marked[state]:  # then its shorter suffixes were found too
@@ -263,7 +263,7 @@ def _ngrams(words: Words, n: int) -> Iterator[tuple[str, ...]]:
 
 
 def longest_runs(texts: Sequence[str], canaries: Sequence[str]) -> NDArray[np.float64]:
-    """Return (len(canaries),) the number of words in each canary's longest run that a text has too.
+    """Return, (len(canaries),), the number of words in each canary's longest run that occurs in a text.
 
     >>> longest_runs(["a red fox ran home"], ["my red fox ran", "one old dog sat"]).tolist()
     [3.0, 0.0]
@@ -320,7 +320,7 @@ def mauve(first: Floats, second: Floats) -> float:
 
 
 def some_of(count: int, most: int) -> list[int]:
-    """Return at most this many of the numbers below ``count``, chosen by a public constant, in their order.
+    """Return at most this many numbers below ``count``, chosen by a public constant, in increasing order.
 
     >>> some_of(3, 3), len(some_of(9, 2))
     ([0, 1, 2], 2)
@@ -339,11 +339,11 @@ class Accuracy:
     """The result on the tested texts."""
 
     accuracy: float
-    """Share of right labels."""
+    """Share of correct labels."""
     macro_f1: float
     """Mean over the labels of F1."""
     majority: float
-    """Accuracy of always naming the commonest label of the tested texts."""
+    """Accuracy of always predicting the commonest label of the tested texts."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
@@ -351,7 +351,7 @@ class Accuracy:
 
 
 def classify(texts: Texts, labels: Sequence[str], tested: Texts, truth: Sequence[str]) -> Accuracy:
-    """Train on synthetic texts and test on real held-out texts: are the labels right and useful?
+    """Train a classifier on texts and test it on real held-out texts: are the labels right and useful?
 
     Words and pairs of words weighted by TF-IDF, and logistic regression, both by scikit-learn.
 
@@ -384,8 +384,8 @@ def classify(texts: Texts, labels: Sequence[str], tested: Texts, truth: Sequence
 EVALUATION_FILE = "not_for_release/evaluation.json"
 """Results in the folder of a data set, relative to it."""
 DISCLOSED = "evaluation of synthetic text on real text"
-"""The report's words for these results, which ε does not cover."""
-_FEWEST = 50  # texts for which a distance says anything
+"""The report's name of these results, which ε does not cover."""
+_FEWEST = 50  # texts for a meaningful distance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -413,14 +413,14 @@ class EvaluationSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SetFigures:
-    """The figures of one set of texts. One that was not asked for, or has no meaning for this set, is None."""
+    """The figures of one set of texts; None: not requested, or meaningless for this set."""
 
     name: str
     num_texts: int
     words: tuple[float, float, float, float]
     """Mean, 5 % quantile, median and 95 % quantile of the number of words of a text."""
     duplicates: float
-    """Share of the texts that are a copy of an earlier one."""
+    """Share of the texts that are copies of an earlier one."""
     mauve: float | None = None
     """MAUVE to the real held-out texts; 1: alike."""
     frechet: float | None = None
@@ -442,17 +442,17 @@ _WORDS = ("mean", "5 %", "median", "95 %")
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The figures of each set, the synthetic one first."""
+    """The figures of all sets, the synthetic ones first."""
 
     sets: tuple[SetFigures, ...]
     compared: int
-    """Texts of each set that the distances read."""
+    """Number of texts of each set in the distances."""
     embedding: str | None
     """Name of the embedding model; None: no distance was computed."""
     reads_training: bool
     """Whether training records were read."""
     notes: tuple[str, ...] = field(default=())
-    """About figures that are missing."""
+    """Why figures are missing."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
@@ -465,7 +465,7 @@ class Evaluation:
         }
 
     def save(self, path: str | Path) -> None:
-        """Write JSON, and a table beside it (``.md``)."""
+        """Write JSON, and a table in Markdown next to it."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self.to_dict(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -495,11 +495,11 @@ _FIGURES: Mapping[str, Callable[[SetFigures], str]] = {
     "longest common run: largest": lambda one: "" if one.overlap is None else f"{one.overlap.longest} words",
     "texts that are training records": lambda one: "" if one.overlap is None else f"{one.overlap.whole:.2%}",
 }
-"""Figure, in words -> its value for a set."""
+"""Name of a figure -> its value for a set."""
 
 
 def evaluation_table(evaluation: Evaluation) -> tuple[list[str], list[list[str]]]:
-    """Return the table of an evaluation: its head, and a row for each figure that a set has, a column for each set."""
+    """Return the table of an evaluation: its head, and rows of figures with a column for each set."""
     rows = [[name, *(value(one) for one in evaluation.sets)] for name, value in _FIGURES.items()]
     head = ["", *(one.name for one in evaluation.sets)]
     return head, [row for row in rows if any(row[1:])]
@@ -516,20 +516,20 @@ def evaluate(
 ) -> Evaluation:
     """Compare sets of synthetic texts with real ones.
 
-    The real texts have their own rows, so that each figure has its yardstick: the training records (a distance and an
-    accuracy that real text reaches), and the held-out records (the overlap that a text has which the model never saw).
+    The real texts have their own rows, as a yardstick for each figure: the training records for distance and accuracy,
+    the held-out records for the overlap of texts that the model never saw.
 
     Args:
-        synthetic: one set or more, each with a row.
+        synthetic: one set or more.
         real: held-out real texts.
         train: the records that were trained on; None: no overlap is computed.
-        embedder: for the distances; None: none is computed.
-        embedding: its name.
+        embedder: for the distances; None: no distance is computed.
+        embedding: name of the embedding model.
         settings: of the comparison.
         say: gets a line before each part.
 
     Raises:
-        ConfigError: the extra "synthetic" is needed and not installed, or too few texts are given.
+        ConfigError: the extra "synthetic" is not installed, or there are too few texts.
     """
     settings = settings or EvaluationSettings()
     if not synthetic:
@@ -574,7 +574,7 @@ def _classified(
     number: int,
     say: Callable[[str], None],
 ) -> list[str]:
-    """Train a classifier on equally many texts of each set with labels; return a line for each that has none."""
+    """Train a classifier on equally many texts of each set with labels; return a note for each without."""
     if real.labels is None:
         return [f"No classifier: {real.name} has no labels."]
     notes = []
@@ -604,10 +604,10 @@ def _figures(one: LabelledTexts, figures: dict[str, Any]) -> SetFigures:
 
 
 def require_outside(path: str | Path) -> None:
-    """Refuse a file of exact results in a folder that people publish.
+    """Refuse to write exact results into a folder for release.
 
     Raises:
-        ConfigError: a folder above it is that of a release, and the file is not in its ``not_for_release/``.
+        ConfigError: a parent folder is that of a release, and the file is not in its ``not_for_release/``.
     """
     path, private = Path(path).resolve(), Path(EVALUATION_FILE).parent.name
     for folder in path.parents:
@@ -619,12 +619,12 @@ def require_outside(path: str | Path) -> None:
 
 
 def note_evaluation(folder: str | Path) -> None:
-    """Write into the ledger of a data set's folder that results on real text exist, and its report and card again.
+    """Record in the ledger of a data set that results on real text exist, and update its report and card.
 
-    A folder without a ledger has no guarantee, and nothing is written.
+    A folder without a ledger has no guarantee and is not changed.
 
     Raises:
-        ValueError: the ledger is damaged, or a run is writing it.
+        ValueError: the ledger is damaged, or a run is writing to it.
     """
     folder = Path(folder)
     if (folder / LEDGER_FILE).is_file():

@@ -33,7 +33,7 @@ from dpllm.models.generation import Prompt, Sampling
 KEPT = "kept"
 EMPTY, SHORT, LONG, DUPLICATE, BLOCKED = "empty", "too short", "too long", "a duplicate", "has a blocked word"
 REASONS = (EMPTY, SHORT, LONG, DUPLICATE, BLOCKED)
-"""Why a text can be left out, in the order in which it is asked."""
+"""The reasons to drop a text, in the order of the checks."""
 
 _WORD = re.compile(r"\w+")
 _MOST_WORDS = 1_000_000
@@ -52,9 +52,9 @@ class FilterSettings:
     max_words: int | None = None
     """Most words of a text; None: any number."""
     duplicates: bool = False
-    """Whether a text may occur twice."""
+    """Whether a text may occur more than once."""
     blocked: tuple[str, ...] = ()
-    """Words or phrases that no text may have; upper and lower case are equal."""
+    """Words or phrases that no text may contain; case is ignored."""
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -75,7 +75,7 @@ class FilterSettings:
 
 @dataclass
 class TextFilter:
-    """The filters of one data set; it remembers the texts that were kept.
+    """The filters of one data set; they store the kept texts.
 
     >>> kept = TextFilter(FilterSettings(min_words=2, blocked=("at home",)))
     >>> [kept.verdict(text) for text in ("", "One.", "A dog.", "a  DOG.", "Stay at  home!")]
@@ -90,7 +90,7 @@ class TextFilter:
     _seen: set[str] = field(default_factory=set)
 
     def verdict(self, text: str) -> str:
-        """Return `KEPT`, or the first of `REASONS` to leave the text out; the text is counted."""
+        """Count a text, and return `KEPT` or the first of `REASONS` to drop it."""
         found = self._verdict(text)
         self.counts[found] += 1
         if found == KEPT:
@@ -99,7 +99,7 @@ class TextFilter:
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Reason -> number of texts that were left out for it; reasons without a text are absent."""
+        """Reason -> number of texts dropped for it; reasons without texts are absent."""
         return {reason: self.counts[reason] for reason in REASONS if self.counts[reason]}
 
     def _verdict(self, text: str) -> str:
@@ -128,7 +128,7 @@ def words_of(text: str) -> list[str]:
 
 
 def blocked_words(lines: Sequence[str]) -> tuple[str, ...]:
-    """Return the entries of a file of blocked words: a word or phrase on each line; ``#`` begins a comment.
+    """Return the entries of a file of blocked words: one word or phrase per line; ``#`` starts a comment.
 
     >>> blocked_words(["# public list", "", "Acme Corp", "acme corp"])
     ('acme corp',)
@@ -138,17 +138,17 @@ def blocked_words(lines: Sequence[str]) -> tuple[str, ...]:
 
 
 PLACE = "{label}"
-"""Where the label is put into a prompt."""
+"""Placeholder of the label in a prompt."""
 
 LabelShares = Mapping[str, float]
-"""Class -> share of the texts; the shares add up to 1."""
+"""Class -> share of the texts; the shares sum to 1."""
 
 
 def check_classes(classes: Sequence[str]) -> tuple[str, ...]:
-    """Return the public classes.
+    """Check the public classes and return them.
 
     Raises:
-        ConfigError: there are fewer than two, one is empty, or one is named twice.
+        ConfigError: there are fewer than two, one is empty, or one occurs twice.
     """
     names = tuple(classes)
     if len(names) < 2:
@@ -162,10 +162,10 @@ def check_classes(classes: Sequence[str]) -> tuple[str, ...]:
 
 
 def public_shares(weights: Mapping[str, Any]) -> dict[str, float]:
-    """Return shares that the user gave as public.
+    """Return the shares for public weights: class -> a number of at least 0, such as a share or a count.
 
     Raises:
-        ConfigError: a number is negative, not finite or no number, or all are 0.
+        ConfigError: a weight is negative, not finite or not a number, or all are 0.
 
     >>> public_shares({"pub": 3, "restaurant": 1})
     {'pub': 0.75, 'restaurant': 0.25}
@@ -181,7 +181,7 @@ def public_shares(weights: Mapping[str, Any]) -> dict[str, float]:
 
 
 def shares_of(classes: Sequence[str], counts: NDArray[np.float64]) -> dict[str, float]:
-    """Return shares from counts, noisy or public: a negative count becomes 0.
+    """Return the shares for noisy or public counts; a negative count becomes 0.
 
     Raises:
         ConfigError: no count is above 0.
@@ -200,7 +200,7 @@ def shares_of(classes: Sequence[str], counts: NDArray[np.float64]) -> dict[str, 
 
 
 def texts_of_each(shares: LabelShares, total: int) -> dict[str, int]:
-    """Return the number of texts of each label: the shares of ``total``, rounded so that they add up to it.
+    """Return the number of texts of each label: shares of ``total``, rounded so that they sum to it.
 
     >>> texts_of_each({"a": 0.5, "b": 0.3, "c": 0.2}, 5)
     {'a': 3, 'b': 1, 'c': 1}
@@ -217,7 +217,7 @@ def prompt_of(template: str, label: str) -> str:
     """Return the prompt of a label.
 
     Raises:
-        ConfigError: the template has no place for it.
+        ConfigError: the template has no placeholder.
 
     >>> prompt_of("food: {label}", "Thai")
     'food: Thai'
@@ -233,7 +233,7 @@ def prompt_of(template: str, label: str) -> str:
 TEXT, LABEL, PROMPT = "text", "label", "prompt"
 """Columns of a synthetic data set."""
 MOST_ROUNDS = 10
-"""A text that the filters leave out is drawn again; each prompt gets at most this many draws for a text."""
+"""Texts that the filters drop are drawn again, at most this many times for each wanted text."""
 _SEEDS = 2**63
 
 
@@ -247,28 +247,28 @@ class Writer(Protocol):
 
 @dataclass(frozen=True)
 class Wanted:
-    """A prompt, and the number of texts after it."""
+    """A prompt and the number of texts to draw after it."""
 
     prompt: Prompt
     count: int
     label: str | None = None
-    """The label that the prompt asks for; None: prompts have no labels."""
+    """The label in the prompt; None: prompts have no labels."""
     to_model: Prompt | None = None
-    """The prompt in the form that the model was trained with, such as a chat; None: `prompt`."""
+    """The prompt in the format of the training, such as a chat; None: `prompt`."""
 
 
 @dataclass(frozen=True)
 class Made:
-    """The texts of a data set, and the draws that they took."""
+    """The texts of a data set, and the number of draws."""
 
     records: tuple[dict[str, Any], ...]
-    """Each with "text", and "prompt" and "label" if they were asked for, mixed in their order."""
+    """Each with "text", and "prompt" and "label" if there are any; prompts are evenly mixed."""
     drawn: int
-    """Texts that the model wrote."""
+    """Number of texts that the model wrote."""
     dropped: dict[str, int]
     """Reason of a filter -> number of texts."""
     missing: int
-    """Texts that are missing after `MOST_ROUNDS` draws for each."""
+    """Number of texts still missing after `MOST_ROUNDS` draws for each."""
 
 
 def make_texts(
@@ -279,20 +279,20 @@ def make_texts(
     batch_size: int = 16,
     moved: Callable[[int], None] = lambda _: None,
 ) -> Made:
-    """Draw texts after prompts until each prompt has its number, or was drawn `MOST_ROUNDS` times for each.
+    """Draw texts until each prompt has its number of texts, or `MOST_ROUNDS` draws for each of them.
 
     The same model, prompts, filters, batch size and seed give the same texts on the same machine.
 
     Args:
         model: writes texts.
         wanted: prompts with their numbers.
-        sampling: how to draw; a seed counts up with each round, so that a round draws other texts than the last.
-        filters: of this data set; they remember the texts that were kept.
+        sampling: how to draw; the seed increases with each round, so that each round draws different texts.
+        filters: of this data set; they store the kept texts.
         batch_size: the most prompts that are continued together.
-        moved: called with the number of texts that were kept.
+        moved: called with the number of newly kept texts.
 
     Raises:
-        ConfigError: no text is wanted, or a prompt leaves no room for a text.
+        ConfigError: the number of texts is 0, or a prompt leaves no room for a text.
     """
     if sum(one.count for one in wanted) < 1:
         raise ConfigError("no text is wanted: give a number of at least 1")
@@ -331,10 +331,10 @@ def make_texts(
 
 
 def write_records(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """Write records as JSON lines or as Parquet, by the ending of the path.
+    """Write records as JSON lines or Parquet, depending on the extension.
 
     Raises:
-        ConfigError: the ending is another one.
+        ConfigError: the extension is unknown.
         FileExistsError: the file exists.
     """
     if path.suffix == ".jsonl":
@@ -360,7 +360,7 @@ def _record(one: Wanted, text: str) -> dict[str, Any]:
 
 
 def _mixed(counts: Sequence[int]) -> list[int]:
-    """Return each place as often as its count says, evenly mixed.
+    """Return each place as often as its count, evenly mixed.
 
     >>> _mixed([4, 2, 0])
     [0, 1, 0, 0, 1, 0]

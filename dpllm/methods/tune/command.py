@@ -71,7 +71,7 @@ def tune(
 
 
 def _cost(prepared: Tuning) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    """Return the cost of a tuning before it begins: values for programs, rows for people."""
+    """Return the cost of a tuning before it begins, as values and as rows to print."""
     plan, selection = prepared.plan, prepared.search.selection
     one = plan.guarantee.of(plan.history_of_run)
     often, seldom = selection.number_at(0.5), selection.number_at(0.99)
@@ -123,9 +123,9 @@ def _runner(launch: str, environment: dict[str, str]) -> Callable[[Path, Path], 
 
 @contextlib.contextmanager
 def _ends_with_us() -> Iterator[Callable[[subprocess.Popen[bytes]], None]]:
-    """End a run when this program is stopped, and wait until it has saved its checkpoint; the run then does not count.
+    """On a signal, stop the running training and wait until it has saved its checkpoint.
 
-    It is continued by the next start, since no end is noted for it.
+    The run has no end in the record, so the next start continues it.
 
     Raises:
         KeyboardInterrupt: after the block, if a signal came.

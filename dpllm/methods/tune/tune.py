@@ -1,9 +1,9 @@
-"""A private tuning: draw the runs, take all of them, and release the best; and its search file and its check.
+"""A private tuning: draw the runs, train all of them and release the best; its search file and its check.
 
 The order is that of the theorem (`dpllm.mechanism.selection`): the budget is charged, then the number of runs K and the
-candidate of each are drawn by the operating system's generator and written to the disk, then all K runs are taken. A
-restart takes the same draws again and continues. A run that fails counts, with the worst score, and is not repeated.
-Nothing stops the runs because one of them was good enough.
+candidate of each are drawn by the operating system's generator and written to the disk, then all K runs are trained. A
+restart continues with the same draws. A failed run counts with the worst score and is not repeated. No run is skipped
+because an earlier one was good enough.
 
 K, the other runs and all scores are private. They stay in the folder `not_for_release`; the selected model is copied
 into the folder `released`. `dpllm verify` checks the private folder (`verify_tuning`). Whoever has only the released
@@ -81,10 +81,10 @@ _REFUSED = (
 
 @dataclass(frozen=True)
 class Search:
-    """A search file as it was read.
+    """The contents of a search file.
 
     Raises:
-        ConfigError: a key may not be searched over, or has no values.
+        ConfigError: a key may not be searched, or has no values.
     """
 
     selection: Selection
@@ -148,7 +148,7 @@ def load_search(path: str | Path) -> Search:
 
 
 def overrides_of(candidate: Mapping[str, Any]) -> list[str]:
-    """Return the overrides of a recipe that set a candidate's values.
+    """Return the recipe overrides that set a candidate's values.
 
     >>> overrides_of({"train.learning_rate": 0.003})
     ['train.learning_rate=0.003']
@@ -176,7 +176,7 @@ class SystemDraws:
 
 @dataclass(frozen=True)
 class Tuning:
-    """A tuning before its draws: the recipes of all candidates, and the plan that they share."""
+    """A tuning before its draws: the recipes of all candidates and their common plan."""
 
     folder: Path
     """train.output_dir of the recipe: the folder of the tuning."""
@@ -189,12 +189,12 @@ class Tuning:
     """The budget file that the tuning is charged to."""
 
     def words(self, candidate: int) -> str:
-        """Return a candidate for people."""
+        """Describe a candidate."""
         return _words(self.search, candidate)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings that a continued tuning must share with its draws, as JSON values."""
+        """The settings that must not change when a tuning is continued, as JSON values."""
         recipes = json.dumps([recipe_to_dict(recipe) for recipe in self.recipes], sort_keys=True)
         return {
             "selected": selected_fields(self.plan),
@@ -205,17 +205,17 @@ class Tuning:
 
 
 def selected_fields(plan: PrivacyPlan) -> dict[str, Any]:
-    """Return the event of the selection of a plan as plain values, whatever its clip norm."""
+    """Return the event of a plan's selection as plain values, without its clip norm."""
     ((event, count),) = plan.history
     ((one, _),) = event.rounds(count)
     return to_fields(one)
 
 
 def prepare(recipe_path: Path, overrides: Sequence[str], search: Search) -> Tuning:
-    """Read the recipe, check it with every candidate, and fix the plan; nothing is drawn or written.
+    """Read the recipe, check it with every candidate, and plan the tuning; nothing is drawn or written.
 
     Raises:
-        ConfigError: no tuning of this recipe is accounted for, or a candidate cannot be trained.
+        ConfigError: a tuning of this recipe has no accounting, or a candidate cannot be trained.
     """
     overrides = [*overrides, *(setting.override for setting in proposals(recipe_path, overrides))]
     plain = load_recipe(recipe_path, overrides)
@@ -233,14 +233,14 @@ def prepare(recipe_path: Path, overrides: Sequence[str], search: Search) -> Tuni
 
 
 def tune(tuning: Tuning, run: Runner, tell: Tell, draws: SystemDraws | None = None) -> Path | None:
-    """Take all runs of a tuning, or those that are left, and release the best.
+    """Train all runs of a tuning, or the remaining ones, and release the best.
 
     Returns:
         The folder of the released model; None if every run failed, or none was drawn.
 
     Raises:
-        TuningError: the record was edited or copied, is of another tuning, or a run is not of the plan.
-        BudgetError: the budget has no room, or has an entry for other draws.
+        TuningError: the record was edited or copied, or belongs to a different tuning; or a run has a different plan.
+        BudgetError: the budget is too small, or its entry belongs to different draws.
     """
     draws = draws or SystemDraws()
     path = tuning.folder / RECORD_FILE
@@ -253,7 +253,7 @@ def tune(tuning: Tuning, run: Runner, tell: Tell, draws: SystemDraws | None = No
             if number not in record.scores:
                 again = number in record.begun
                 record.begin(number)
-                # Whoever deletes a run that was begun would get another one, and more runs than were drawn.
+                # Repeating a deleted run would train more runs than were drawn.
                 is_lost = again and not (record.folder_of(number) / LEDGER_FILE).exists()
                 score = None if is_lost else _take(tuning, record, number, run)
                 record.end(number, score)
@@ -267,7 +267,7 @@ def tune(tuning: Tuning, run: Runner, tell: Tell, draws: SystemDraws | None = No
 
 
 def best_of(record: Record, draws: SystemDraws) -> int | None:
-    """Return the number of the run with the best score, a uniform one of several; None if no run has one."""
+    """Return the number of the run with the best score, uniformly among equals; None if no run has a score."""
     scores = {number: score for number, score in record.scores.items() if score is not None}
     if not scores:
         return None
@@ -276,14 +276,14 @@ def best_of(record: Record, draws: SystemDraws) -> int | None:
 
 
 def score_in(folder: Path, selected: Mapping[str, Any]) -> float | None:
-    """Return the score of a run's held-out rows, a larger one is better; None if the run did not finish.
+    """Return the score of a run on its held-out rows, larger is better; None if the run did not finish.
 
     Args:
-        folder: of the run.
-        selected: the event of the selection to which its plan must belong (`selected_fields`).
+        folder: folder of the run.
+        selected: the event of the selection, which its plan must match (`selected_fields`).
 
     Raises:
-        TuningError: its plan is another one.
+        TuningError: its plan does not match.
     """
     try:
         if not is_finished(folder):
@@ -310,7 +310,7 @@ def score_in(folder: Path, selected: Mapping[str, Any]) -> float | None:
 
 
 def _check(recipe: Recipe) -> None:
-    """Refuse a recipe whose runs cannot be compared or kept together privately."""
+    """Refuse a recipe whose runs cannot be compared, or would leave the private folder."""
     refuse_trainer(recipe, "dpllm methods tune")
     if TASKS[recipe.model.task].score is None:
         scored = ", ".join(name for name, task in TASKS.items() if task.score is not None)
@@ -344,7 +344,7 @@ def _words(search: Search, candidate: int) -> str:
 
 
 def _draw(tuning: Tuning, draws: SystemDraws, path: Path) -> None:
-    """Charge the budget, draw K and the candidates, and write them, before anything else."""
+    """Charge the budget, then draw K and the candidates and write them."""
     for name in (RELEASED_FOLDER, _PARTIAL):
         if (tuning.folder / name).exists():
             raise TuningError(
@@ -378,7 +378,7 @@ def _settle(record: Record) -> None:
 
 @contextlib.contextmanager
 def _continued(tuning: Tuning, path: Path) -> Iterator[Record]:
-    """Lock the record, after checking that it is of this tuning and that its draws are those that were charged."""
+    """Lock the record; check that it belongs to this tuning and that its draws are those that were charged."""
     record, file = open_record(path)
     with contextlib.closing(file):
         differing = [name for name, value in tuning.settings.items() if record.draws.get(name) != value]
@@ -392,10 +392,10 @@ def _continued(tuning: Tuning, path: Path) -> Iterator[Record]:
 
 
 def require_charged_draws(record: Record) -> None:
-    """Make sure that the draws are those that the budget was charged for.
+    """Check that the draws are those that the budget was charged for.
 
     Raises:
-        BudgetError: its entry holds other draws, or is missing.
+        BudgetError: its entry is missing or has different draws.
     """
     budget = record.draws["budget"]
     if budget is None:
@@ -413,7 +413,7 @@ def require_charged_draws(record: Record) -> None:
 
 
 def _take(tuning: Tuning, record: Record, number: int, run: Runner) -> float | None:
-    """Take one run, or continue it; return its score, None if it failed."""
+    """Train or continue one run; return its score, None if it failed."""
     drawn, folder = record.runs[number], record.folder_of(number)
     recipe, log = folder.with_suffix(".yaml"), folder.with_suffix(".log")
     if (folder / LEDGER_FILE).exists() and is_being_written(folder / LEDGER_FILE):
@@ -425,16 +425,16 @@ def _take(tuning: Tuning, record: Record, number: int, run: Runner) -> float | N
 
 
 def run_of(folder: Path) -> Any:
-    """Return the name of the run in a folder's ledger.
+    """Return the id of the run in a folder's ledger.
 
     Raises:
-        LedgerError: there is none.
+        LedgerError: the ledger cannot be read.
     """
     return read_ledger(folder / LEDGER_FILE).runs[0]["run"]
 
 
 def _release(tuning: Tuning, record: Record, number: int) -> Path:
-    """Copy what may be released of the selected run, with a report whose ε is that of the selection."""
+    """Copy the files of the selected run that may be released; the ε of its report is that of the selection."""
     source, target = record.folder_of(number), tuning.folder / RELEASED_FOLDER
     if target.exists():
         if run_of(target) != run_of(source):
@@ -467,12 +467,12 @@ _SAME = (
 
 
 def common_plan(recipes: Sequence[Recipe], words: Callable[[int], str]) -> PrivacyPlan:
-    """Return the plan of the first recipe, after checking that all have the same event on the same data.
+    """Check that all recipes have the same event on the same data, and return the plan of the first.
 
     Each run is one execution of the same randomised algorithm.
 
     Raises:
-        ConfigError: a candidate could not be trained, or costs something else than the first one.
+        ConfigError: a candidate cannot be trained, or has a different cost.
     """
     privacy = recipes[0].privacy
     records, held_out = load_train_and_eval(recipes[0].data, privacy)
@@ -577,7 +577,7 @@ def _best(record: Record) -> Check:
 
 
 def _own(record: Record, released: Path) -> Check:
-    """Whether the released ledger is that of the selected run."""
+    """Check that the released ledger is that of the selected run."""
     what, number = "the released model is that of the selected run", record.selected
     assert number is not None
     try:
