@@ -134,7 +134,7 @@ class EvolveConfig:
     steps: Annotated[Count, Field(le=10_000)] = 10
     """T: histograms of votes. Each costs privacy."""
     variations: Annotated[Count, Field(le=1000)] = 3
-    """Variations of each kept text that are candidates of the next step, beside the text itself."""
+    """Variations of each kept text that are candidates of the next step, in addition to the text itself."""
     keep_from: _Part = 0.2
     """A variation keeps at least this share of the words of a text, from its beginning."""
     keep_to: _Part = 0.8

@@ -16,8 +16,8 @@ AGGREGATED = ReleaseWords(
     "noise; listed answers are counted with noise; other answers are counted with noise, and released only if the "
     "noisy count reaches the threshold, whose failure is part of δ (stability-based histogram, arXiv:2412.10357)",
     released=("the answers to the questions, with the noisy numbers of groups that gave them",),
-    adjacency="a unit is in one group, or in none. Without the unit, or with another one in its place, this group may "
-    "give any other answer, and the number of groups stays. ε is the same under replace-one",
+    adjacency="a unit is in at most one group. If the unit is removed or replaced, this group may give any other "
+    "answer, and the number of groups stays. ε is the same under replace-one",
     not_covered=(
         (
             "questions, listed answers, ranges and template",
@@ -29,13 +29,12 @@ AGGREGATED = ReleaseWords(
         ),
         (
             "what the model makes of a group's records",
-            "the answers are those of a model, which may be wrong; the noise is stated beside them, and its errors "
-            "are not",
+            "the answers are those of a model, which may be wrong; the noise is stated, and its errors are not",
         ),
     ),
     assumptions=(
         (
-            "The model holds nothing of the private records",
+            "The model has not seen the private records",
             "it is loaded as it is and not trained; a folder with the ledger of a private run is refused, unless the "
             "recipe declares that it is independent",
         ),
@@ -56,7 +55,7 @@ AGGREGATED = ReleaseWords(
         (
             "A group's answer does not depend on other groups",
             "all prompts have one public length, every pass has a public number of rows, and the independence of the "
-            "model's rows was measured with public tokens before the run; how a processor rounds a row beside others "
+            "model's rows was measured with public tokens before the run; the rounding of a row in a batch "
             "is not proved",
         ),
     ),

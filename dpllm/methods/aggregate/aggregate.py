@@ -93,9 +93,7 @@ class Asker:
         most = 0
         for ask, answers in questions:
             if not self._start and not self._question(ask):
-                raise ConfigError(
-                    "a question without tokens, of a tokenizer that begins a text with none: ask something"
-                )
+                raise ConfigError("a question has no tokens, and the tokenizer starts texts with none: ask something")
             sizes = [len(ids) for ids in self._answers(ask, answers)]
             if 0 in sizes:
                 raise ConfigError(f"the listed answer {answers[sizes.index(0)]!r} has no token: leave it out")
@@ -278,7 +276,7 @@ def ask_groups(
     wanted = [(charge_name(question), way.event(_noise(plan)), 1) for question, way in ways]
     planned = [(charge.name, charge.event, charge.count) for charge in plan.charges]
     if planned != wanted or plan.num_units != records.num_units or plan.settings[:2] != sizes:
-        raise ValueError("the plan is not that of this recipe and these records: make it with plan_aggregate")
+        raise ValueError("the plan does not match this recipe and these records: make it with plan_aggregate")
     say(f"loading {model_section(recipe).name}")
     asker, points = _asker(recipe)
     number = "1 question" if len(ways) == 1 else f"{len(ways)} questions"

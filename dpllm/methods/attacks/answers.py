@@ -193,8 +193,7 @@ def _claim(plan: QueryPlan, seen: Counter[tuple[int, ...]]) -> tuple[History, st
     }
     if not all(histories.values()):
         raise AuditError(
-            "FAIL: an answer was given without a charge, so a ledger would show nothing of it. Do not use this "
-            "installation"
+            "FAIL: an answer was released without a charge, so no ledger would show it. Do not use this installation"
         )
     least = min(histories, key=lambda counts: epsilon(histories[counts], plan.delta, "zero-out"))
     words = ", ".join(f"{count:,} x {charge.name}" for charge, count in zip(plan.charges, least, strict=True))

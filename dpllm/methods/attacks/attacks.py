@@ -126,7 +126,7 @@ def load_released(folder: str | Path, device: str | torch.device | None = None) 
             "language model gives each token of a record; a classifier or an encoder-decoder needs other attacks"
         )
     if not (folder / "tokenizer_config.json").is_file():
-        raise AuditError(f"{folder} holds no tokenizer (tokenizer_config.json): save the model's own beside it")
+        raise AuditError(f"{folder} holds no tokenizer (tokenizer_config.json): save the model's tokenizer there")
     own = dataclasses.replace(recipe.model, name=str(folder), config=None, tokenizer=None, tokenizer_vocab_size=None)
     tokenizer = load_tokenizer(own)
     model = load_causal_model(str(folder), recipe.model.dtype, tokenizer, device)
@@ -135,7 +135,7 @@ def load_released(folder: str | Path, device: str | torch.device | None = None) 
     plan, contents = PrivacyPlan.load(folder / PLAN_FILE), read_ledger(folder / LEDGER_FILE)
     if plan.seeded or contents.seeded:
         raise AuditError(
-            f"{folder} used a fixed seed, so nothing in it is private, and the bounds beside the attacks would be "
+            f"{folder} used a fixed seed, so nothing in it is private, and the bounds next to the attacks would be "
             "untrue: train without privacy.seed"
         )
     return Released(folder, recipe, model, tokenizer, plan, claimed_history(plan, contents))

@@ -31,7 +31,7 @@ def attack(
         typer.Option(help="A model that saw none of the records; default: the start of the training."),
     ] = None,
     records: Annotated[int, typer.Option(help="Most members and held-out records; an FPR of 0.1 % needs 1000.")] = 1000,
-    shadows: Annotated[int, typer.Option(help="Run LiRA with so many shadow adapters, trained here.")] = 0,
+    shadows: Annotated[int, typer.Option(help="Number of shadow adapters that LiRA trains; 0: no LiRA.")] = 0,
     shadow_epochs: Annotated[float, typer.Option(help="Passes of a shadow over its half of the records.")] = 4.0,
     extract: Annotated[int, typer.Option(help="Texts sampled per kind of prompt; 0: no extraction.")] = 200,
     span: Annotated[
@@ -40,7 +40,7 @@ def attack(
     prefix: Annotated[
         int,
         typer.Option(
-            help="Target tokens of a record given before it must be continued.", rich_help_panel="of extraction"
+            help="Target tokens of a record that the model gets before it continues.", rich_help_panel="of extraction"
         ),
     ] = 10,
     new_tokens: Annotated[
@@ -55,12 +55,12 @@ def attack(
     word: Annotated[
         str, typer.Option(help="The word that one kind of prompt repeats.", rich_help_panel="of extraction")
     ] = "company",
-    seed: Annotated[int, typer.Option(help="Of the draws of records, samples and shadows.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the draws of records, samples and shadows.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Membership attacks on a finished model, and extraction of its records.
 
-    The share of members found is printed beside the share that the ledger allows for any attack. Results also go to
+    It prints the share of members found, and the share that the ledger allows for any attack. Results also go to
     attacks.json and attacks.png in the folder: they come from private records, and ε does not cover them.
     """
     from rich.console import Console
@@ -147,8 +147,8 @@ def answers(
         ),
     ],
     overrides: Overrides = None,
-    trials: Annotated[int, typer.Option(help="Each with all answers of the plan and its own coin.")] = 1000,
-    confidence: Annotated[float, typer.Option(help="At which a sound installation passes.")] = 0.95,
+    trials: Annotated[int, typer.Option(help="Number of trials, each with all answers of the plan.")] = 1000,
+    confidence: Annotated[float, typer.Option(help="Confidence with which a sound installation passes.")] = 0.95,
     output: Annotated[
         Path | None, typer.Option(help="Folder for audit.json and audit.png. Default: FOLDER.", show_default=False)
     ] = None,

@@ -244,7 +244,7 @@ def _plan_of(folder: Path, run_folder: Path) -> QueryPlan:
     plan = load_plan(folder / PLAN_FILE)
     if not isinstance(plan, QueryPlan) or plan.after is None:
         raise AuditError(
-            f"{folder} is no data set of a trained model: give the folder made by `dpllm methods synthesize`, "
+            f"{folder} is not a data set of a trained model: give the folder made by `dpllm methods synthesize`, "
             "and the training's folder as --run"
         )
     trained, contents = PrivacyPlan.load(run_folder / PLAN_FILE), read_ledger(run_folder / LEDGER_FILE)
@@ -259,7 +259,7 @@ def _plan_of(folder: Path, run_folder: Path) -> QueryPlan:
         raise AuditError(f"the ledger in {folder} names no released texts of this plan: let the run end, or restore it")
     if changed := checkpoints.differing(folder, files):
         raise AuditError(
-            f"{folder}/{next(iter(changed))} is not as it was released: restore the file, or generate it again"
+            f"{folder}/{next(iter(changed))} changed since its release: restore the file, or generate it again"
         )
     return plan
 

@@ -188,7 +188,7 @@ def token_probe(plan: QueryPlan) -> Probe:
     tokens = TokenPlan(scoring, _GROUPS, per_group, int(settings[prediction.TOKENS]))
     charge = plan.charge(prediction.CHARGE)
     if (charge.event, charge.count) != (tokens.event, tokens.tokens):
-        raise ValueError("the settings of this plan are not those that it charges: make it with plan_prediction")
+        raise ValueError("the settings of this plan do not match its charges: make it with plan_prediction")
     index = made_units(plan, _GROUPS * scoring.units - 1, canary=True)
     public_V = torch.zeros(2)
 

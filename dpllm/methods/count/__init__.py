@@ -11,13 +11,13 @@ LABEL_COUNTS = ReleaseWords(
     what="The records of each public class were counted, and noise was added to each count",
     mechanism="each unit's rows are cut to a fixed number; the rows of each class are counted, and every count gets "
     "discrete Gaussian noise, a rational number drawn exactly, once; negative counts are then set to 0 and all are "
-    "rounded, which looks at no record",
+    "rounded, which reads no record",
     released=("the noisy count of each class",),
     adjacency="a unit without records changes no count, so the change by one unit is bounded by its rows; replacing a "
     "unit moves its rows to other classes, which changes the counts √2 times as much",
     not_covered=(
         ("the names of the classes", "they are taken as public; never collect them from the private records"),
-        ("the exact number of records, unless it is public", "it is not released; do not publish it beside the counts"),
+        ("the exact number of records, unless it is public", "it is not released; do not publish it with the counts"),
     ),
     assumptions=(
         (

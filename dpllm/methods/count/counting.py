@@ -56,7 +56,7 @@ class LabelledUnits:
             if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < len(self.classes):
                 raise DataError(
                     f"row {int(row)} has a label that is none of the {len(self.classes)} classes in data.class_names: "
-                    "list every class that may occur, or mend the row. Nothing was charged"
+                    "list every class that may occur, or correct the row. Nothing was charged"
                 )
             numbers_of[number] += 1
         return [numbers_of[number] for number in range(len(self.classes))]

@@ -12,7 +12,7 @@ EVOLUTION = ReleaseWords(
     "most noisy votes were kept and varied",
     mechanism="Private Evolution (Lin et al., arXiv:2305.15560; for text Xie et al., arXiv:2403.01749): each unit has "
     "one vote in a step, which its records share; every entry of the histogram of votes gets Gaussian noise, once; "
-    "texts are kept by the rank of their noisy votes, and a public model varies them, which looks at no record",
+    "texts are kept by the rank of their noisy votes, and a public model varies them, which reads no record",
     released=("the texts of the last step, each with its label if there are labels",),
     adjacency="a unit without records has no vote, so the votes change by at most 1 in l2 norm; replacing a unit moves "
     "its vote, which changes them by at most √2",

@@ -127,8 +127,8 @@ def require_rounds(plan: PrivacyPlan, clients: Clients, weights: SharedWeights) 
     require_federated(plan)
     if clients.num_clients != plan.num_units:
         raise ConfigError(
-            f"{clients.num_clients} clients are there, and the plan has N = {plan.num_units}: the sampling rate would "
-            "be another one. Make the plan for the fixed, public number of clients"
+            f"{clients.num_clients} clients exist, and the plan has N = {plan.num_units}: the sampling rate would "
+            "be different. Make the plan for the fixed, public number of clients"
         )
     if is_secure(plan):
         Shares.of(plan).require_entries(max(weights.size(weights.of_round(number)) for number in (0, 1)))
@@ -239,8 +239,8 @@ def check_federated(recipe: Recipe) -> TrainingArguments:
     given = [name for name, value in others.items() if value]
     if given or recipe.model.task != "causal_lm":
         raise ConfigError(
-            f"a federated run does not have {given[0] if given else f'model.task={recipe.model.task}'}: its clients "
-            "train a causal language model in the plain way. Leave it out"
+            f"a federated run does not support {given[0] if given else f'model.task={recipe.model.task}'}: its clients "
+            "train a causal language model without it. Leave it out"
         )
     require_federated(recipe.privacy)
     noise = noise_of(Spec.of(recipe.privacy.noise))

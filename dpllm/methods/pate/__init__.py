@@ -26,7 +26,7 @@ _PUBLIC = (
     ),
     (
         "The starting model is public",
-        "it is not looked into; a folder of an earlier private run is refused",
+        "it is not examined; a folder of an earlier private run is refused",
     ),
 )
 
@@ -44,7 +44,7 @@ TEACH = ReleaseWords(
         "the labels of the public texts",
         "the student, if there is one, which was trained on these texts and labels only",
     ),
-    adjacency="a unit belongs to one teacher. Without the unit, or with another one in its place, this teacher may "
+    adjacency="a unit belongs to one teacher. If the unit is removed or replaced, this teacher may "
     "name any other class: one vote goes from one class to another, which changes the counts by √2. ε is the same "
     "under replace-one",
     not_covered=(
@@ -89,7 +89,7 @@ TEACH_TOKENS = ReleaseWords(
         "the completions of the public texts",
         "the student, if there is one, which was trained on these texts only",
     ),
-    adjacency="a unit belongs to one teacher. Without the unit, or with another one in its place, this teacher may "
+    adjacency="a unit belongs to one teacher. If the unit is removed or replaced, this teacher may "
     "name any other candidate at each place: one vote goes from one candidate to another, which changes the counts by "
     "√2. ε is the same under replace-one",
     not_covered=(

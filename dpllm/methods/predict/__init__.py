@@ -32,7 +32,7 @@ PREDICTED_TEXT = ReleaseWords(
     ),
     assumptions=(
         (
-            "The model holds nothing of the private records",
+            "The model has not seen the private records",
             "it is loaded as it is and not trained; a folder with the ledger of a private run is refused, unless the "
             "recipe declares that it is independent",
         ),
@@ -57,8 +57,8 @@ PREDICTED_TEXT = ReleaseWords(
         ),
         (
             "A row of the model does not depend on other rows",
-            "all rows have one public length, and the independence was measured with public tokens before the run; how "
-            "a processor rounds a row beside others is not proved",
+            "all rows have one public length, and the independence was measured with public tokens before the run; the "
+            "rounding of a row in a batch is not proved",
         ),
     ),
     use="`texts.jsonl` holds one text a line, with its prompt. Reading, filtering by public rules, and "

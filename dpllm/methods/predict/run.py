@@ -215,7 +215,7 @@ def predict_texts(recipe: QueryRecipe, records: PrivateRecords, plan: QueryPlan,
     options, tokens = recipe.options, tokens_of(recipe, records.num_units)
     charge = plan.charge(CHARGE)
     if (charge.event, charge.count, plan.num_units) != (tokens.event, tokens.tokens, records.num_units):
-        raise ValueError("the plan is not that of this recipe and these records: make it with plan_prediction")
+        raise ValueError("the plan does not match this recipe and these records: make it with plan_prediction")
     say(f"loading {model_section(recipe).name}")
     sampler, points = _sampler(recipe, tokens)
     say(

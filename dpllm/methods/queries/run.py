@@ -228,7 +228,7 @@ class QueryRun:
         """
         planned = self.plan.charge(name)
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"{name!r} is charged a whole number of times, at least once, got {count!r}")
+            raise ValueError(f"{name!r} is charged a whole number of times, at least 1, got {count!r}")
         if count > self._left[name]:
             raise ValueError(
                 f"{count} more answers {name!r} were asked for, and the plan has {self._left[name]} of {planned.count} "
@@ -275,7 +275,7 @@ class QueryRun:
         """
         names = [self._name(Path(file)) for file in files]
         if known := sorted(set(names) & set(self._released)):
-            raise ValueError(f"{known[0]} is released already, as it was then: release the files of an answer once")
+            raise ValueError(f"{known[0]} is released already: release each file once")
         self._released |= checkpoints.seal(self.folder, names)
 
     def _name(self, file: Path) -> str:
@@ -286,7 +286,7 @@ class QueryRun:
         except ValueError as error:
             raise ValueError(f"{file} is not in {self.folder}: only files of the run's folder are released") from error
         if not (self.folder / name).is_file() or (self.folder / name).is_symlink():
-            raise ValueError(f"{file} is no file of {self.folder}: write it before it is released")
+            raise ValueError(f"{file} is not a file in {self.folder}: write it before it is released")
         if name.split("/")[0] == PRIVATE_FOLDER:
             raise ValueError(f"{file} is in {PRIVATE_FOLDER}/, which ε does not cover. Release other files")
         return name

@@ -35,19 +35,21 @@ def synthesize(
     output: Annotated[Path, typer.Option(help="A new folder for the data set with its report.", show_default=False)],
     number: Annotated[
         int,
-        typer.Option("--number", "-n", help="Texts in all, shared evenly by the prompts.", show_default=False),
+        typer.Option("--number", "-n", help="Number of texts, shared evenly by the prompts.", show_default=False),
     ],
     prompt: texts.PromptTexts = None,
     prompts: texts.PromptFile = None,
     prompt_column: texts.PromptColumn = None,
-    labels: Annotated[str | None, typer.Option(help="Public labels, with commas; --prompt has {label}.")] = None,
+    labels: Annotated[
+        str | None, typer.Option(help="Public labels, separated by commas; --prompt contains {label}.")
+    ] = None,
     label_shares: Annotated[Path | None, typer.Option(help="A .json file with the public share of each label.")] = None,
     count_labels: Annotated[
         str | None,
         typer.Option(help="Count --labels in this private column, with noise."),
     ] = None,
     count_noise: Annotated[
-        float | None, typer.Option(help="Noise over largest change by a unit; 20 without it.")
+        float | None, typer.Option(help="Noise divided by the largest change by a unit; default: 20.")
     ] = None,
     min_words: Annotated[int, typer.Option(help="Leave out texts with fewer words.", rich_help_panel=FILTERS)] = 1,
     max_words: Annotated[
@@ -58,12 +60,12 @@ def synthesize(
     ] = False,
     blocklist: Annotated[
         Path | None,
-        typer.Option(help="Leave out texts with a phrase of this public file, a line each.", rich_help_panel=FILTERS),
+        typer.Option(help="Leave out texts with a phrase of this public file, one per line.", rich_help_panel=FILTERS),
     ] = None,
     file_format: Annotated[
-        str, typer.Option("--format", help="Of the file of texts: jsonl or parquet.", rich_help_panel=FILTERS)
+        str, typer.Option("--format", help="Format of the file of texts: jsonl or parquet.", rich_help_panel=FILTERS)
     ] = "jsonl",
-    budget: Annotated[Path | None, typer.Option(help="The budget file of the people; default: the recipe's.")] = None,
+    budget: Annotated[Path | None, typer.Option(help="The budget file of the data set; default: the recipe's.")] = None,
     max_new_tokens: texts.NewTokens = 128,
     temperature: texts.Temperature = 1.0,
     top_p: texts.TopP = 1.0,
@@ -180,7 +182,7 @@ def _read_shares(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"--label-shares {path} cannot be read ({error}): write {{'label': share, …}}") from error
     if not isinstance(found, dict):
-        raise ValueError(f"--label-shares {path} holds no object with a share for each label")
+        raise ValueError(f"--label-shares {path} is not an object with a share for each label")
     return found
 
 
@@ -212,10 +214,10 @@ def evaluate(
     beside: Annotated[list[Path] | None, typer.Option(help="Another set of synthetic texts; may be repeated.")] = None,
     model: Annotated[str | None, typer.Option(help="A public model whose embeddings are compared.")] = None,
     text_column: Annotated[
-        str | None, typer.Option(help="Column of the real texts; text without it.", rich_help_panel=COMPARED)
+        str | None, typer.Option(help="Column of the real texts; default: text.", rich_help_panel=COMPARED)
     ] = None,
     label_column: Annotated[
-        str | None, typer.Option(help="Column of the real labels; label without it.", rich_help_panel=COMPARED)
+        str | None, typer.Option(help="Column of the real labels; default: label.", rich_help_panel=COMPARED)
     ] = None,
     mauve: Annotated[
         bool, typer.Option("--mauve/--no-mauve", help="Compute MAUVE of the embeddings.", rich_help_panel=COMPARED)
@@ -233,11 +235,11 @@ def evaluate(
     ] = False,
     output: Annotated[
         Path | None,
-        typer.Option(help="Its .json file; without it in not_for_release/."),
+        typer.Option(help="The .json file of the results; default: in not_for_release/."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Synthetic texts beside real ones: distances, a classifier, overlap.
+    """Compare synthetic texts with real ones: distances, a classifier, overlap.
 
     --model gives MAUVE and the Fréchet distance, labels a classifier of each set that is tested on the real texts.
     Results on private text are exact, and ε does not cover them: they go to not_for_release/, and the ledger of the
@@ -259,7 +261,7 @@ def evaluate(
     folder = synthetic if synthetic.is_dir() else synthetic.parent
     path = output or (synthetic / EVALUATION_FILE if synthetic.is_dir() else None)
     if path is not None and path.suffix != ".json":
-        raise ValueError(f"--output {path}: results are written as .json, with a table beside them: change the ending")
+        raise ValueError(f"--output {path}: results are written as .json: change the extension")
     private = not real_is_public or train is not None
     if private and path is not None:
         require_outside(path)

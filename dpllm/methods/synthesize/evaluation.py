@@ -79,7 +79,7 @@ def texts_file(path: str | Path) -> Path:
             raise ConfigError(f"{path} holds neither {' nor '.join(TEXTS_NAMES)}: give a file of texts")
         return found
     if not path.is_file():
-        raise ConfigError(f"{path}: there is no such file or folder")
+        raise ConfigError(f"{path}: no such file or folder")
     reason = why_unreadable(path)
     if reason is not None:
         raise ConfigError(f"{path}: cannot be read: {reason}")

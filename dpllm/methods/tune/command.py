@@ -65,7 +65,7 @@ def tune(
     if as_json:
         show({**values, "released": None if released is None else str(released)}, [], "", as_json)
     elif released is None:
-        typer.echo("No run gave a model, so nothing is released. The tuning stays charged.")
+        typer.echo("No run produced a model, so nothing is released. The tuning stays charged.")
     else:
         typer.echo(f"Released: {released} (check it with: dpllm verify {released})")
 

@@ -122,7 +122,7 @@ def create_record(path: Path, draws: Mapping[str, Any], runs: Sequence[DrawnRun]
             file.append({"kind": "drawn", "id": name, "file": file.identity(name), **draws, "runs": drawn})
         os.link(half, path)  # unlike a rename, it fails if the file exists
     except FileExistsError as error:
-        raise TuningError(f"{path} exists: the draws of a tuning are never made again") from error
+        raise TuningError(f"{path} exists: the draws of a tuning are never repeated") from error
     finally:
         half.unlink(missing_ok=True)
     sync_folder(path.parent)

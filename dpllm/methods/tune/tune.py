@@ -227,7 +227,7 @@ def prepare(recipe_path: Path, overrides: Sequence[str], search: Search) -> Tuni
     ]
     plan = common_plan(recipes, lambda number: _words(search, number))
     if not math.isfinite(plan.epsilon):
-        raise ConfigError("privacy.noise_multiplier=0 has no ε, and a tuning of such runs none either: add noise")
+        raise ConfigError("privacy.noise_multiplier=0 has no ε, so a tuning of such runs has none: add noise")
     folder = Path(str(plain.train["output_dir"])).expanduser()
     return Tuning(folder, search, tuple(recipes), plan, plain.privacy.budget_file)
 
@@ -293,8 +293,8 @@ def score_in(folder: Path, selected: Mapping[str, Any]) -> float | None:
         return None
     if selected_fields(plan) != selected:
         raise TuningError(
-            f"{folder} was trained under another plan than this tuning accounts for: its data or settings changed "
-            "meanwhile. Restore them, or release nothing of this tuning; it stays charged"
+            f"{folder} was trained under a different plan than this tuning accounts for: its data or settings "
+            "changed. Restore them, or release nothing of this tuning; it stays charged"
         )
     if contents.num_steps != plan.num_steps:
         return None
@@ -407,8 +407,8 @@ def require_charged_draws(record: Record) -> None:
         _mark(record)
     elif LedgerHead.of(head).chain != record.draws_hash:
         raise BudgetError(
-            f"entry {budget['entry']} of {budget['file']} was charged for other draws than those in {record.path}: "
-            "the draws of a tuning are never made again. Restore the record of the first start"
+            f"entry {budget['entry']} of {budget['file']} was charged for draws different from those in {record.path}: "
+            "the draws of a tuning are never repeated. Restore the record of the first start"
         )
 
 
@@ -544,7 +544,7 @@ def _complete(record: Record) -> Check:
     what = "every run that was drawn has ended"
     left = [run.folder for number, run in enumerate(record.runs) if number not in record.scores]
     if left:
-        return Check(what, False, f"{len(left)} have not: release nothing before `dpllm methods tune` has taken them")
+        return Check(what, False, f"{len(left)} have not: release nothing before `dpllm methods tune` has trained them")
     return Check(what, True, f"{len(record.scores)} runs, failed ones included")
 
 

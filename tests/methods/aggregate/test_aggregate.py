@@ -468,7 +468,7 @@ def test_another_plan_is_refused(recipe):
     read = recipe()
     records = read_records(read)
     for other in ("aggregate.groups=10", f"aggregate.questions={json.dumps(QUESTIONS[:1])}"):
-        with pytest.raises(ValueError, match="the plan is not that of this recipe"):
+        with pytest.raises(ValueError, match="the plan does not match this recipe"):
             ask_groups(read, records, plan_aggregate(recipe(other), 40), lambda _: None)
     assert charge_name(read.options.questions[0]) == "answer to 'stars'"
 

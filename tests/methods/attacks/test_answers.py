@@ -89,7 +89,7 @@ def test_the_claim_is_the_least_that_a_trial_charged():
 def test_answers_without_a_charge_are_no_audit(monkeypatch):
     """A ledger would show nothing of them."""
     before = set(MEMORY.iterdir()) if MEMORY.is_dir() else set()
-    with pytest.raises(AuditError, match="given without"):
+    with pytest.raises(AuditError, match="released without"):
         run_trials(plan_of(), Probe("a unit", lambda run, there: float(there)), 20)
     assert not MEMORY.is_dir() or not {one for one in set(MEMORY.iterdir()) - before if "dpllm-audit" in one.name}
 

@@ -143,7 +143,7 @@ def test_other_folders_are_refused(prepared, trained, tmp_path):
     def audited(folder, run):
         return audit_texts(folder, run, prepared / CANARIES_FILE, lambda own: longest_runs(["a"], own))
 
-    with pytest.raises(AuditError, match="is no data set of a trained model"):
+    with pytest.raises(AuditError, match="is not a data set of a trained model"):
         audited(trained, trained)
     folder = released(tmp_path / "texts", trained, ["a text"])
     other = tmp_path / "other"

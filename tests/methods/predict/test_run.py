@@ -218,7 +218,7 @@ def test_the_command_of_the_shipped_recipe(tmp_path, model, monkeypatch):
 def test_another_plan_is_refused(recipe):
     """The charge would be that of other numbers."""
     records = read_records(recipe())
-    with pytest.raises(ValueError, match="the plan is not that of this recipe"):
+    with pytest.raises(ValueError, match="the plan does not match this recipe"):
         predict_texts(recipe(), records, plan_prediction(recipe("predict.max_new_tokens=3"), 40), lambda _: None)
 
 

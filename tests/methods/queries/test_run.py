@@ -69,8 +69,8 @@ def test_a_charge_is_on_the_disk_before_the_answer(tmp_path: Path) -> None:
     [
         ("votes", 5, "5 more answers 'votes' were asked for, and the plan has 4 of 4 left"),
         ("vote", 1, "no charge 'vote'"),
-        ("votes", 0, "a whole number of times, at least once, got 0"),
-        ("votes", -3, "at least once, got -3"),
+        ("votes", 0, "a whole number of times, at least 1, got 0"),
+        ("votes", -3, "at least 1, got -3"),
         ("votes", 1.5, "a whole number"),
         ("votes", True, "a whole number"),
     ],

@@ -114,5 +114,5 @@ def test_evaluate_names_the_mistake(tmp_path):
     at = str(tmp_path / "t.jsonl")
     plain = ["--no-mauve", "--no-classifier"]
     assert "no such file" in refused(["methods", "evaluate", str(tmp_path / "none.jsonl"), "--real", at, *plain])
-    assert "change the ending" in refused(["methods", "evaluate", at, "--real", at, "--output", "x.txt", *plain])
+    assert "change the extension" in refused(["methods", "evaluate", at, "--real", at, "--output", "x.txt", *plain])
     assert "ngram" in refused(["methods", "evaluate", at, "--real", at, "--ngram", "0", *plain])

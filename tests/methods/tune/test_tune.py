@@ -265,7 +265,7 @@ class TestVerify:
             record.end(number, before.scores[number])
         record.decide(before.selected)
         found = failures(verify_tuning(copied))
-        assert "charged for other draws" in found["the draws are those that the budget was charged for"]
+        assert "charged for draws different" in found["the draws are those that the budget was charged for"]
 
     def test_a_dropped_run_is_found(self, copied):
         """Its last line is cut off, and so is the choice."""
