@@ -101,13 +101,12 @@ class Released:
         return tokenize_records(records, self.tokenizer, self.recipe.data)
 
 
-def load_released(folder: str | Path, device: str | torch.device | None = None) -> Released:
+def load_released(folder: str | Path) -> Released:
     """Load a finished model with its recipe, its tokenizer and, if it is private, its claim.
 
     Args:
         folder: a model in the format of transformers or peft, its tokenizer, and the recipe.yaml of its training; also
             plan and ledger if the training was private.
-        device: device for the model; None: the accelerator, if there is one.
 
     Raises:
         AuditError: recipe, tokenizer or model is missing, or the model gives no probability to each token.
@@ -129,7 +128,7 @@ def load_released(folder: str | Path, device: str | torch.device | None = None) 
         raise AuditError(f"{folder} holds no tokenizer (tokenizer_config.json): save the model's tokenizer there")
     own = dataclasses.replace(recipe.model, name=str(folder), config=None, tokenizer=None, tokenizer_vocab_size=None)
     tokenizer = load_tokenizer(own)
-    model = load_causal_model(str(folder), recipe.model.dtype, tokenizer, device)
+    model = load_causal_model(str(folder), recipe.model.dtype, tokenizer)
     if not (folder / LEDGER_FILE).is_file():
         return Released(folder, recipe, model, tokenizer)
     plan, contents = PrivacyPlan.load(folder / PLAN_FILE), read_ledger(folder / LEDGER_FILE)
@@ -141,9 +140,7 @@ def load_released(folder: str | Path, device: str | torch.device | None = None) 
     return Released(folder, recipe, model, tokenizer, plan, claimed_history(plan, contents))
 
 
-def load_causal_model(
-    name: str, dtype: str, tokenizer: PreTrainedTokenizerBase, device: str | torch.device | None = None
-) -> Any:
+def load_causal_model(name: str, dtype: str, tokenizer: PreTrainedTokenizerBase) -> Any:
     """Load a causal language model for evaluation.
 
     Raises:
@@ -161,7 +158,7 @@ def load_causal_model(
             "together. Name a reference that has the same tokenizer"
         )
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return model.to(device or accelerator or "cpu").eval()
+    return model.to(accelerator or "cpu").eval()
 
 
 def starting_point(released: Released) -> str | None:

@@ -162,12 +162,8 @@ class SharedWeights:
                 "have different models. Give both the same recipe and the same base model"
             )
         with torch.no_grad():
-            for name, part in self._divided(values).items():
+            for name, part in self.divide(values).items():
                 self._parameters[name].copy_(part)
-
-    def divide(self, values: NDArray[np.float64], names: Sequence[str]) -> dict[str, Tensor]:
-        """Return the parts of a vector of these parameters, in their shapes."""
-        return self._divided(values, names)
 
     def parameters(self, names: Sequence[str] | None = None) -> dict[str, nn.Parameter]:
         """Return these parameters; None: all."""
@@ -176,7 +172,8 @@ class SharedWeights:
     def _named(self, names: Sequence[str] | None) -> Sequence[str]:
         return list(self._parameters) if names is None else names
 
-    def _divided(self, values: NDArray[Any], names: Sequence[str] | None = None) -> dict[str, Tensor]:
+    def divide(self, values: NDArray[Any], names: Sequence[str] | None = None) -> dict[str, Tensor]:
+        """Return the parts of a vector of these parameters, in their shapes; None: of all."""
         shapes = {name: self._parameters[name].shape for name in self._named(names)}
         parts = torch.from_numpy(np.array(values)).split([shape.numel() for shape in shapes.values()])
         return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}

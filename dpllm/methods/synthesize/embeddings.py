@@ -71,7 +71,7 @@ class Embedder:
         return np.array([found[n] for n in range(len(rows))]) if rows else np.zeros((0, width))
 
 
-def load_embedder(name: str, device: str | torch.device | None = None) -> Embedder:
+def load_embedder(name: str) -> Embedder:
     """Load a model for embeddings: a folder in the format of transformers, or a Hub id.
 
     Raises:
@@ -86,4 +86,4 @@ def load_embedder(name: str, device: str | torch.device | None = None) -> Embedd
     except Exception as error:  # any: damage raises SafetensorError, UnpicklingError, ...
         raise not_loaded("model", name, error) from error
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return Embedder(model.to(device or accelerator or "cpu"), tokenizer)
+    return Embedder(model.to(accelerator or "cpu"), tokenizer)

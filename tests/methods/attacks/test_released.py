@@ -56,7 +56,7 @@ def folder(tmp_path, recipe_of):
 
 def test_a_whole_folder_is_read(folder):
     """Model, tokenizer, recipe; without a ledger there is no claim."""
-    found = load_released(folder, device="cpu")
+    found = load_released(folder)
     assert found.history is None and found.plan is None and not found.model.training
     assert found.collator.pad_token_id == 0 and starting_point(found) == str(folder)
     sample = draw_sample(found.recipe, 100)

@@ -306,7 +306,7 @@ def test_votes_steer_the_texts():
 
 def test_an_embedding_depends_on_its_text_only(tmp_path):
     """Not on its batch; a text without a token is a row of zeros."""
-    embedder = load_embedder(str(save_small_model(tmp_path, hidden_size=16)), "cpu")
+    embedder = load_embedder(str(save_small_model(tmp_path, hidden_size=16)))
     texts = ["the small dog sees a red house", "one", "seven clouds under the bridge"]
     together, alone = embedder.embed(texts), np.concatenate([embedder.embed([text]) for text in texts])
     assert together.shape == (3, 16) and np.abs(together - alone).max() < 1e-5
@@ -323,7 +323,7 @@ def test_a_long_text_does_not_change_the_embedding_of_a_later_one(tmp_path):
     config["max_position_embeddings"] = 8
     config["rope_parameters"] |= {"rope_type": "dynamic", "factor": 4.0}
     (folder / "config.json").write_text(json.dumps(config))
-    embedder = load_embedder(str(folder), "cpu")
+    embedder = load_embedder(str(folder))
     text = "the small dog sees a red house and the old man"
     before = embedder.embed([text])
     embedder.embed([f"{text} {text} {text}"])
