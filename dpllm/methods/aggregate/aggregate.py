@@ -39,7 +39,7 @@ from dpllm.methods.sections import AggregateConfig, Question
 from dpllm.models.continuation import Continuation
 from dpllm.privacy.query_plan import QueryPlan, Value
 
-_MARK = "\ue000"  # of the private use area: no template has it
+_MARK = "\ue000"  # from the private use area, so no template contains it
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,7 +59,7 @@ CHARGE = "votes"
 SENSITIVITY = 1.0
 """The largest change of the votes when a unit is removed, in l2 norm."""
 _ROWS = 1024  # records whose distances are computed together
-_FARTHEST = 4.0  # entries of a record, over the largest entry of a candidate
+_FARTHEST = 4.0  # limit of a record's entries, relative to the largest entry of a candidate
 
 
 def votes_charge(noise_multiplier: float, steps: int) -> Charge:

@@ -55,7 +55,7 @@ from dpllm.training.evaluation import measure
 Say = Callable[[str], None]
 Progress = Callable[[int], None]
 """Called with the number of teachers that have voted, or for tokens that were trained, after each."""
-_ROWS = 64  # of a forward pass
+_ROWS = 64  # rows of a forward pass
 _SEED_BITS = 32
 State = Mapping[str, Tensor]
 """Values of trainable parameters and buffers, by name: a teacher."""
@@ -201,7 +201,7 @@ class Classroom:
             return
         new = prepared.new_tokens
         sees = getattr(self.base.model.config, "max_position_embeddings", None) or prepared.recipe.data.max_length
-        apart = tokens_by_themselves(self.base.model)  # beyond it, a text depends on those beside it
+        apart = tokens_by_themselves(self.base.model)  # beyond it, a text depends on others in its batch
         limit = min(sees, prepared.recipe.data.max_length, sees if apart is None else apart)
         for number, row in enumerate(self.encoded_prompts()):
             if len(row) + new > limit:
@@ -317,7 +317,7 @@ class Panel:
         self.num_texts, self.num_teachers = len(prompts), len(teachers)
         self._base, self._teachers, self._options, self._rng = base, teachers, options, rng
         self._barred, self._vocabulary = sorted(barred), vocabulary
-        model: Any = base.begin().eval()  # nothing that the last teacher's rows chose decides the candidates
+        model: Any = base.begin().eval()  # so that no teacher's module state affects the candidates
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
         length = max(map(len, prompts))
         self._public, *self._own = (
@@ -430,7 +430,7 @@ def teach(prepared: Prepared, say: Say, done: Progress) -> Taught:
     recipe, options = prepared.recipe, prepared.options
     say(f"reading the model {prepared.model.name or 'of model.config'}")
     classroom = Classroom(prepared)
-    rows = classroom.private_rows()  # a record that cannot be used ends the run before anything is charged
+    rows = classroom.private_rows()  # an unusable record ends the run before anything is charged
     classroom.require_room()
     file = TEXTS_FILE if prepared.tokens else LABELS_FILE
     with begin_from(recipe, prepared.plan, results=[file, *([STUDENT_FOLDER] if options.student else [])]) as run:

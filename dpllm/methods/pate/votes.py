@@ -203,7 +203,7 @@ class Vote:
         passed_N = np.ones(len(labels_N), dtype=bool)
         if self.threshold is not None:
             passed_N = counts_NC.max(axis=1) + noise_N >= self.threshold
-        within_N = np.cumsum(passed_N) <= self.most_labels  # no label after the last one that is charged
+        within_N = np.cumsum(passed_N) <= self.most_labels  # no label after the last charged one
         return np.where(passed_N & within_N, labels_N, NO_LABEL)
 
 
@@ -352,7 +352,7 @@ def written_tokens(writers: Writers, votes: TokenVotes, most: int, ends: Collect
         for teacher in range(writers.num_teachers):
             ballots.add(writers.vote(teacher)[going])
         winners = votes.winners(ballots)
-        tokens_R = candidates_RC[:, 0].copy()  # of texts that have ended, where nobody reads it
+        tokens_R = candidates_RC[:, 0].copy()  # not read for texts that have ended
         tokens_R[going] = candidates_RC[going, np.where(winners == NO_LABEL, 0, winners)]
         going = [text for text in going if int(tokens_R[text]) not in ends]
         for text in going:

@@ -97,7 +97,7 @@ class Scoring:
         step = self.clip / STEPS
         total_V = sum_V
         if self.around_public:
-            # Public, so this cut is free; it keeps the whole numbers below 2^63.
+            # This clipping is public, so it is free; it keeps the whole numbers below 2^63.
             base_V = (public_V.double() - public_V.double().amax()).nan_to_num(nan=-torch.inf)
             base_V = base_V.clamp(min=_LOWEST * self.temperature - 2 * self.clip)
             total_V = sum_V + self.units * (base_V / step).round().long()

@@ -285,7 +285,7 @@ def make_data_set(
         filters = TextFilter(request.filters)
         made = make_texts(model, asked, request.sampling, filters, request.batch_size, moved)
         write_records(texts, made.records)
-        run.release(*([output / COUNTS_FILE] if exact is not None else []), texts)  # at once: all of them or none fit
+        run.release(*([output / COUNTS_FILE] if exact is not None else []), texts)  # in one call: all of them or none
         for fact, value in facts_of(request, made).items():
             run.fact(fact, value)
     return made

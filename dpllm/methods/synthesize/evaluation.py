@@ -190,7 +190,7 @@ class Runs:
         """Return, for each text, the length of its longest run that occurs in one of the others."""
         marked = list(self._marked)
         for state in sorted(range(1, len(marked)), key=self._length.__getitem__, reverse=True):
-            if marked[state]:  # then its shorter suffixes were found too
+            if marked[state]:  # then its shorter suffixes occur too
                 marked[self._link[state]] = self._length[self._link[state]]
         found = []
         for words in self._texts:

@@ -49,7 +49,7 @@ def tune(
     that of all runs added up. The recipe's target ε is that of the release. The runs are compared on held-out rows,
     which must be public. The same command continues a tuning that was interrupted.
     """
-    environment = dict(os.environ)  # of the runs; the libraries that check the recipe write into this process's own
+    environment = dict(os.environ)  # for the runs: libraries that check the recipe change this process's environment
     from dpllm.methods.tune.tune import load_search, prepare
     from dpllm.methods.tune.tune import tune as take
 
@@ -100,7 +100,7 @@ def _runner(launch: str, environment: dict[str, str]) -> Callable[[Path, Path], 
     words = shlex.split(launch)
     if not words:
         raise ValueError("--launch is empty: give the command that trains a recipe")
-    if words[0] == "dpllm":  # this installation, also where it is not on the path
+    if words[0] == "dpllm":  # this installation, even if it is not on the path
         words[:1] = [sys.executable, "-m", "dpllm"]
     if not any("{recipe}" in word for word in words):
         words += ["--config", "{recipe}"]
@@ -112,7 +112,7 @@ def _runner(launch: str, environment: dict[str, str]) -> Callable[[Path, Path], 
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env=environment,
-                start_new_session=True,  # Ctrl-C reaches it once, through this program
+                start_new_session=True,  # so that it gets Ctrl-C once, from this program
             )
             started(process)
             code = process.wait()
@@ -137,7 +137,7 @@ def _ends_with_us() -> Iterator[Callable[[subprocess.Popen[bytes]], None]]:
         received.append(number)
         for process in running:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, number)  # not waited for here: a signal may interrupt the waiting itself
+                os.killpg(process.pid, number)  # without waiting: a signal may interrupt the wait itself
 
     def started(process: subprocess.Popen[bytes]) -> None:
         running.append(process)

@@ -185,7 +185,7 @@ def open_record(path: Path) -> tuple[Record, RecordFile]:
                 "in two places releases two selections, and states the ε of one. Continue in the original folder, or "
                 "begin another tuning, which is charged separately"
             )
-        file.cut(record.size)  # what a crash left of a line
+        file.cut(record.size)  # an incomplete line after a crash
     except BaseException:
         file.close()
         raise

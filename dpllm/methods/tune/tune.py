@@ -401,7 +401,7 @@ def require_charged_draws(record: Record) -> None:
     if budget is None:
         return
     head = entry_of(read_budget(budget["file"]), budget["entry"]).head
-    if head is None:  # a crash before it was marked: no run had begun
+    if head is None:  # a crash before the entry was marked, so no run had begun
         if record.begun:
             raise BudgetError(f"{budget['file']} is an older copy without the draws of {record.path}: restore it")
         _mark(record)
