@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -202,7 +203,7 @@ class Rounds:
         assert self._shares is not None and isinstance(event, DistributedStep)
         if len(vectors) < event.min_batch_size:
             return None
-        return self._shares.read(np.add.reduce(list(vectors.values())))  # modulo 2^64
+        return self._shares.read(functools.reduce(np.add, vectors.values()))  # modulo 2^64
 
 
 TRAIN_KEYS = (
