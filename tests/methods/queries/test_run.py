@@ -348,7 +348,7 @@ def test_only_files_of_the_folder_are_released(tmp_path: Path, kind: str) -> Non
             "private": run.private_folder / "exact.json",
             "link": run.folder / "link.json",
         }[kind]
-        with pytest.raises(ValueError, match=r"only files of the run's folder|no file of|not_for_release"):
+        with pytest.raises(ValueError, match=r"only files of the run's folder|not a file in|not_for_release"):
             run.release(file)
         (run.folder / "counts.json").write_text("{}")
         run.release("counts.json")
