@@ -3,7 +3,7 @@
     python benchmarks/teachers.py --sst2 sst2 --output pate      # sst2/train.tsv and sst2/dev.tsv, as of GLUE
     cd pate
     dpllm train dpsgd.yaml
-    dpllm methods pate teach.yaml
+    dpllm methods pate pate.yaml
 
 Both trainings then have the same records, the same start and the same trained weights: a classifier of 770 numbers.
 Results are in docs/methods/answers.md.
@@ -51,15 +51,15 @@ train:
   logging_steps: 10
   save_strategy: "no"
 """
-TEACH = """\
+PATE = """\
 privacy: {epsilon: 8, delta: 1.0e-6, dataset: SST-2}
-teach:
+pate:
   teachers: 50
   public_prompts: public.jsonl
   max_prompts: 300
   train: {num_train_epochs: 3, per_device_train_batch_size: 20, learning_rate: 2.0e-2}
   student_train: {num_train_epochs: 8, per_device_train_batch_size: 20, learning_rate: 1.0e-2}
-output_dir: runs/teach
+output_dir: runs/pate
 """
 
 
@@ -124,8 +124,8 @@ def main(arguments: list[str] | None = None) -> None:
     texts = write_records(options.sst2, options.output, options.units)
     write_encoder(options.model, texts[:CENTRED], options.output / "encoder")
     (options.output / "dpsgd.yaml").write_text(COMMON + DPSGD, encoding="utf-8")
-    (options.output / "teach.yaml").write_text(COMMON + TEACH, encoding="utf-8")
-    print(f"{options.output} has the encoder, the sentences and the recipes dpsgd.yaml and teach.yaml")
+    (options.output / "pate.yaml").write_text(COMMON + PATE, encoding="utf-8")
+    print(f"{options.output} has the encoder, the sentences and the recipes dpsgd.yaml and pate.yaml")
 
 
 if __name__ == "__main__":

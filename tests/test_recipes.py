@@ -47,7 +47,7 @@ FOLDER = Path(__file__).parents[1] / "recipes"
 RECIPES = [
     path
     for path in sorted(FOLDER.rglob("*.yaml"))
-    if method_in(path) is None and "\nfederate:" not in path.read_text(encoding="utf-8")
+    if method_in(path) is None and "\nfederated:" not in path.read_text(encoding="utf-8")
 ]  # of training runs
 # Units of each recipe's training data, as its header says.
 NUM_UNITS = {

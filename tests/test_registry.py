@@ -47,7 +47,7 @@ def call(*arguments, code=0):
 assert "Methods" not in call("--help") and "generate" in call("--help")
 assert "privately" in call("train", "--help") and "gradient" in call("audit", "--help")
 assert "ε" in call("plan", "recipe.yaml") and "matches its ledger" in call("verify", "run")
-assert "unknown key 'federate'" in call("plan", "recipe.yaml", "federate={}", code=2)
+assert "unknown key 'federated'" in call("plan", "recipe.yaml", "federated={}", code=2)
 assert "installed methods: none" in call("plan", "recipe.yaml", "count={}", code=2)
 assert "quickstart" in call("recipes")
 assert "no installed method defines the release 'label counts'" in call("verify", "counts", code=2)
@@ -154,7 +154,7 @@ def test_a_catalogue_that_was_edited_stops_no_command(catalogue, says, tmp_path,
 def test_every_method_adds_something_of_its_own(emptied):
     """Each has commands, and no two have the same section, event, noise or words."""
     found = registry.methods()
-    assert {one.name for one in found} >= {"count", "federate", "tune", "synthesize", "attacks"}
+    assert {one.name for one in found} >= {"count", "federated", "tune", "synthesize", "attacks"}
     assert all(one.commands or one.carry_out for one in found)
     for kinds in (
         [one.name for one in found],

@@ -213,7 +213,7 @@ class Recipe:
     """Section: the rows that go through the model at once."""
     beside: dict[str, Any] = Field(default_factory=dict)
     """Sections of methods that stand beside ``train``, by name (`dpllm.registry`); each is a key of the file.
-    ``federate`` is that of a federated run (`dpllm methods federated`): ``train`` then has the rounds as ``max_steps``
+    ``federated`` is that of a federated run (`dpllm methods federated`): ``train`` then has the rounds as ``max_steps``
     and the server's ``learning_rate``."""
     noise_memory: Annotated[str, OneOf(NOISE_MEMORIES)] = "auto"
     """For correlated noise: stored keeps the noise of earlier steps, regenerated draws it again in each step (no

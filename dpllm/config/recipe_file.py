@@ -106,7 +106,7 @@ def _similar(name: str) -> str:
     """Return the names of the shipped recipes that are close to a name, as a question; a full stop if there are none.
 
     >>> _similar("users")
-    '; did you mean federate_users or quickstart_users?'
+    '; did you mean federated_users or quickstart_users?'
     """
     known = list(shipped_recipes())
     found = [one for one in known if name and name in one] or difflib.get_close_matches(name, known)

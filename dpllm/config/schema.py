@@ -42,7 +42,7 @@ _SHAPES: Mapping[tuple[str, str], dict[str, Any]] = {
         ]
     },
     ("Microbatch", "tokens"): {"anyOf": [{"type": "integer", "minimum": 1}, {"const": "auto"}]},
-    ("TeachConfig", "train"): _OBJECT,
+    ("PateConfig", "train"): _OBJECT,
     ("PublicPretrainConfig", "train"): _OBJECT,
 }
 """What files may have where a validator takes several kinds."""

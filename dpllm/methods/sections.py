@@ -1,6 +1,6 @@
-"""The sections of recipes that the methods add: `count`, `federate`, `predict`, `evolve`, `teach` and `aggregate`.
+"""The sections of recipes that the methods add: `count`, `federate`, `predict`, `evolve`, `pate` and `aggregate`.
 
-`dpllm.registry` loads each by its place. All values are public. Nothing in ``federate`` changes ε: the guarantee is in
+`dpllm.registry` loads each by its place. All values are public. Nothing in ``federated`` changes ε: the guarantee is in
 ``privacy``, whose ``noise`` says who adds the noise.
 """
 
@@ -30,7 +30,7 @@ LORA = ("freeze_a", "alternate")
 
 
 @section
-class FederateConfig:
+class FederatedConfig:
     """How clients train and how the server updates the weights."""
 
     local_steps: Count = 8
@@ -165,7 +165,7 @@ class EvolveConfig:
 
 MOST_TEACHERS = 100_000
 MOST_TOKENS = 1_000_000
-SET_BY_TEACH = (
+SET_BY_PATE = (
     *("output_dir", "save_strategy", "eval_strategy", "logging_strategy", "report_to", "disable_tqdm", "seed"),
     *("data_seed", "push_to_hub", "load_best_model_at_end", "resume_from_checkpoint", "trainer"),
     *("log_level", "log_level_replica", "debug"),
@@ -181,7 +181,7 @@ def _check_training(name: str, section: Any) -> None:
     """
     check_train(name, section)
     refuse_own(name, section)
-    for key in SET_BY_TEACH:
+    for key in SET_BY_PATE:
         if key in section:
             raise ConfigError(
                 f"{name}.{key} is set by dpllm methods pate: a teacher's losses, checkpoints and rows are private, "
@@ -201,7 +201,7 @@ def _training(name: str) -> Any:
 
 
 @section
-class TeachConfig:
+class PateConfig:
     """The teachers and their trainings, the public texts, the vote, and the student."""
 
     teachers: Annotated[Whole, Field(ge=2, le=MOST_TEACHERS)] = 50

@@ -33,7 +33,7 @@ from dpllm.config.schema import key_tables, recipe_schema
 from dpllm.config.shipped import shipped_recipes
 from dpllm.config.train_values import WARM_UP
 from dpllm.config.yaml12 import read_yaml
-from dpllm.methods.sections import FederateConfig
+from dpllm.methods.sections import FederatedConfig
 from dpllm.training.arguments import train_schema
 
 PRIVACY: dict[str, Any] = {"epsilon": 8, "delta": 1e-6, "clip_norm": 1, "expected_batch_size": 64}
@@ -397,7 +397,7 @@ def test_the_tables_have_every_key_once() -> None:
     rows = re.findall(r"^\| ([^|]+) \| `([\w.]+)` \| ([^|]+) \| (\S.*) \|$", basic + advanced, flags=re.MULTILINE)
     found = [(section, key) for section, key, *_ in rows]
     assert len(set(found)) == len(found) and len(re.findall(r"^\| \w", basic, flags=re.MULTILINE)) < 40
-    sections = {**NESTED[Recipe], "federate": FederateConfig, "(top level)": Recipe}
+    sections = {**NESTED[Recipe], "federated": FederatedConfig, "(top level)": Recipe}
     for section, kind in sections.items():
         for item in dataclasses.fields(kind):
             listed = (section, item.name) in found
@@ -410,12 +410,12 @@ def test_the_tables_have_every_key_once() -> None:
 
 def test_sections_are_ordinary_values(recipe_path: Path) -> None:
     """Equal, copied, pickled and replaced like dataclasses; a replaced value is checked again."""
-    recipe = load_recipe(recipe_path, ["federate={local_steps: 3}", "data.columns.unit=who"])
+    recipe = load_recipe(recipe_path, ["federated={local_steps: 3}", "data.columns.unit=who"])
     assert copy.deepcopy(recipe) == recipe == pickle.loads(pickle.dumps(recipe))
     assert dataclasses.replace(recipe.privacy, epsilon=3).epsilon == 3.0
     with pytest.raises(ConfigError, match="epsilon must be greater than 0, got -3"):
         dataclasses.replace(recipe.privacy, epsilon=-3)
-    assert recipe.beside["federate"] == FederateConfig(local_steps=3)
+    assert recipe.beside["federated"] == FederatedConfig(local_steps=3)
 
 
 @pytest.mark.parametrize(

@@ -133,4 +133,4 @@ def test_the_rate_is_that_of_the_recipes_own_noise(recipe: str) -> None:
 
 def test_a_method_beside_train_gets_no_settings_of_a_training(recipe: str) -> None:
     """A federated server has an optimizer of its own."""
-    assert proposals(recipe, ["federate={}"]) == ()
+    assert proposals(recipe, ["federated={}"]) == ()

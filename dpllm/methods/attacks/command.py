@@ -210,7 +210,7 @@ def _plan_of_folder(folder: Path, overrides: list[str] | None) -> QueryPlan | Pr
         raise ConfigError(f"{overrides[0]}: the plan of a finished run is fixed; give the recipe to change its values")
     plan = load_plan(folder / PLAN_FILE)
     recipe = folder / RECIPE_FILE
-    federated = recipe.is_file() and "federate" in read_raw(recipe, [])
+    federated = recipe.is_file() and "federated" in read_raw(recipe, [])
     if not isinstance(plan, QueryPlan) and not federated:
         raise ConfigError(
             f"{folder} holds a training run: audit its steps with `dpllm audit gradient --config "
@@ -220,7 +220,7 @@ def _plan_of_folder(folder: Path, overrides: list[str] | None) -> QueryPlan | Pr
 
 
 def _plan_of_recipe(recipe: str, overrides: list[str]) -> QueryPlan | PrivacyPlan:
-    if "federate" in read_raw(recipe, overrides):
+    if "federated" in read_raw(recipe, overrides):
         from dpllm.methods.attacks.probes import plan_of_recipe
 
         typer.echo("note: reading the records, for the number of clients", err=True)

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dpllm.registry import Method
 
 METHOD = Method(
-    name="federate",
+    name="federated",
     command="federated",
-    section="dpllm.methods.sections:FederateConfig",
+    section="dpllm.methods.sections:FederatedConfig",
     beside_train=True,
     events=("dpllm.methods.federated.distributed:DistributedStep",),
     noises=("dpllm.methods.federated.distributed:DistributedNoise",),

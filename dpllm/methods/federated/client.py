@@ -25,7 +25,7 @@ from dpllm.config import ConfigError
 from dpllm.mechanism.discrete_gaussian import DiscreteGaussians
 from dpllm.mechanism.keys import KEY_BYTES
 from dpllm.methods.federated.distributed import SHARE_BITS, DistributedStep
-from dpllm.methods.sections import FederateConfig
+from dpllm.methods.sections import FederatedConfig
 from dpllm.models.losses import per_sequence_loss, take_labels
 from dpllm.models.starting_values import StartingValues
 from dpllm.privacy.plan import PrivacyPlan
@@ -186,7 +186,7 @@ class LocalTraining:
     """
 
     def __init__(
-        self, model: nn.Module, weights: SharedWeights, collate: Collate, config: FederateConfig, batch_size: int
+        self, model: nn.Module, weights: SharedWeights, collate: Collate, config: FederatedConfig, batch_size: int
     ) -> None:
         """Store the state that no client may change."""
         self._model, self._weights, self._collate = model, weights, collate

@@ -10,7 +10,7 @@ from dpllm.config import load_recipe
 from dpllm.config.shipped import recipe_file
 
 
-@command("dpllm methods federated federate_users federate.simulated_dropouts=0.2")
+@command("dpllm methods federated federated_users federated.simulated_dropouts=0.2")
 def federated(
     recipe: RecipeName,
     overrides: Overrides = None,

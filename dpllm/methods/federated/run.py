@@ -32,7 +32,7 @@ from dpllm.mechanism.parts import Spec
 from dpllm.mechanism.sampling import secret_rng
 from dpllm.methods.federated.client import Clients, LocalTraining, SharedWeights, Shares, is_secure
 from dpllm.methods.federated.distributed import DistributedNoise, DistributedStep
-from dpllm.methods.sections import FederateConfig
+from dpllm.methods.sections import FederatedConfig
 from dpllm.models.load import load_base_model, prepare_model
 from dpllm.models.starting_point import check_start
 from dpllm.privacy.accounting import epsilon
@@ -220,10 +220,10 @@ def check_federated(recipe: Recipe) -> TrainingArguments:
     Raises:
         ConfigError: it is not the recipe of a federated run, or sets options that such a run does not support.
     """
-    federate: FederateConfig | None = recipe.beside.get("federate")
-    if federate is None:
+    section: FederatedConfig | None = recipe.beside.get("federated")
+    if section is None:
         raise ConfigError(
-            "the recipe has no section federate: add one (federate: {local_steps: 8}), or use dpllm train"
+            "the recipe has no section federated: add one (federated: {local_steps: 8}), or use dpllm train"
         )
     unknown = sorted(set(recipe.train) - set(TRAIN_KEYS))
     if unknown:
@@ -245,9 +245,9 @@ def check_federated(recipe: Recipe) -> TrainingArguments:
         )
     require_federated(recipe.privacy)
     noise = noise_of(Spec.of(recipe.privacy.noise))
-    if isinstance(noise, DistributedNoise) and federate.simulated_dropouts > noise.dropouts:
+    if isinstance(noise, DistributedNoise) and section.simulated_dropouts > noise.dropouts:
         raise ConfigError(
-            f"federate.simulated_dropouts={federate.simulated_dropouts:g}, and privacy.noise declares "
+            f"federated.simulated_dropouts={section.simulated_dropouts:g}, and privacy.noise declares "
             f"dropouts={noise.dropouts:g} at most: δ counts on it. Declare as many as there are"
         )
     check_recipe(recipe)
@@ -312,10 +312,10 @@ def run(recipe: Recipe) -> int:
         numbers, _ = units.rows_of(np.array([client]))
         return list(rows.select(numbers))
 
-    federate, own = federate_of(recipe), copy.deepcopy(model)
-    weights = SharedWeights(own, federate.lora)
+    federate, own = section_of(recipe), copy.deepcopy(model)
+    weights = SharedWeights(own, federated.lora)
     training = LocalTraining(own, weights, collator, federate, args.per_device_train_batch_size)
-    clients = Clients(plan, training, rows_of, federate.simulated_dropouts)
+    clients = Clients(plan, training, rows_of, federated.simulated_dropouts)
     return server.carry_out(clients, phases, note)
 
 
@@ -327,9 +327,9 @@ def rows_of_clients(
     return rows, unit_index_of(rows, recipe.privacy, secret_rng())
 
 
-def federate_of(recipe: Recipe) -> FederateConfig:
-    """Return the section ``federate``; `check_federated` made sure that there is one."""
-    section: FederateConfig = recipe.beside["federate"]
+def section_of(recipe: Recipe) -> FederatedConfig:
+    """Return the section ``federated``; `check_federated` made sure that there is one."""
+    section: FederatedConfig = recipe.beside["federated"]
     return section
 
 
@@ -363,7 +363,7 @@ class Server:
     def carry_out(self, clients: Clients, phases: Phases, note: Callable[[SharedLedger], None]) -> int:
         """Compute all rounds and release the model; return the exit code, which is not 0 after a signal."""
         recipe, plan = self._recipe, self._plan
-        config, weights = federate_of(recipe), SharedWeights(self.model, federate_of(recipe).lora)
+        config, weights = section_of(recipe), SharedWeights(self.model, section_of(recipe).lora)
         optimizer = _optimizer(config, list(weights.parameters().values()), self._args.learning_rate)
         schedule = get_scheduler(
             self._args.lr_scheduler_type,
@@ -460,7 +460,7 @@ class Server:
         show("done", rows)
 
 
-def _optimizer(config: FederateConfig, parameters: list[Any], rate: float) -> torch.optim.Optimizer:
+def _optimizer(config: FederatedConfig, parameters: list[Any], rate: float) -> torch.optim.Optimizer:
     if config.server_optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=rate, momentum=config.server_momentum)
     return torch.optim.Adam(parameters, lr=rate)

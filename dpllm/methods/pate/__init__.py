@@ -30,7 +30,7 @@ _PUBLIC = (
     ),
 )
 
-TEACH = ReleaseWords(
+PATE = ReleaseWords(
     name="public labels by PATE",
     result="labels of public texts, and a model trained on them",
     what="Models were trained on disjoint groups of units, and labelled public texts by a vote with noise. If a "
@@ -74,7 +74,7 @@ TEACH = ReleaseWords(
 )
 
 
-TEACH_TOKENS = ReleaseWords(
+PATE_TOKENS = ReleaseWords(
     name="public completions by PATE",
     result="completions of public texts, and a model trained on them",
     what="Models were trained on disjoint groups of units, and continued public texts token by token, by a vote with "
@@ -124,11 +124,11 @@ TEACH_TOKENS = ReleaseWords(
 
 
 METHOD = Method(
-    name="teach",
+    name="pate",
     command="pate",
-    section="dpllm.methods.sections:TeachConfig",
+    section="dpllm.methods.sections:PateConfig",
     holds_records_out=True,
-    words=(TEACH, TEACH_TOKENS),
+    words=(PATE, PATE_TOKENS),
     query="dpllm.methods.pate.teach:QUERY",
     show_plan="dpllm.methods.queries.command:show_query_plan",
     carry_out="dpllm.methods.queries.command:run_method",
@@ -137,5 +137,5 @@ METHOD = Method(
     The teachers are trained without privacy, one after the other, over one base model in memory. Their votes are
     private. Each label or token costs privacy, and the student none. `dpllm plan RECIPE` prints the cost.
     """,
-    examples=("dpllm methods pate teach_sst2 privacy.epsilon=4",),
+    examples=("dpllm methods pate pate_sst2 privacy.epsilon=4",),
 )

@@ -25,7 +25,7 @@ from dpllm.data.shared_records import (
 )
 from dpllm.methods.pate.votes import LABELS, TOKENS, Vote
 from dpllm.methods.queries.run import plan_from
-from dpllm.methods.sections import TeachConfig
+from dpllm.methods.sections import PateConfig
 from dpllm.models.starting_point import refuse_private_start
 from dpllm.privacy.query_plan import QueryPlan, Value
 from dpllm.training.arguments import check_optimizer, training_arguments
@@ -44,7 +44,7 @@ QUIET = {
     "log_level": "error",  # the number of a teacher's rows would be logged, also with TRANSFORMERS_VERBOSITY=info
 }
 """Options with which a training writes and shows nothing of its data."""
-_KEYS = ("teach.public_prompts", "teach.max_shared_records")
+_KEYS = ("pate.public_prompts", "pate.max_shared_records")
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,10 @@ class Prepared:
     points: tuple[str, ...]
 
     @property
-    def options(self) -> TeachConfig:
-        """The section ``teach``."""
+    def options(self) -> PateConfig:
+        """The section ``pate``."""
         options = self.recipe.options
-        assert isinstance(options, TeachConfig)
+        assert isinstance(options, PateConfig)
         return options
 
     @property
@@ -104,10 +104,10 @@ def check_teaching(recipe: QueryRecipe) -> None:
         ConfigError: format, task and options match neither classes nor tokens, or a training option is wrong.
     """
     options = recipe.options
-    assert isinstance(options, TeachConfig)
+    assert isinstance(options, PateConfig)
     if options.public_prompts is None:
         raise ConfigError(
-            "teach.public_prompts is missing: name the file of public texts, without labels, that the teachers label"
+            "pate.public_prompts is missing: name the file of public texts, without labels, that the teachers label"
         )
     if recipe.model is None:
         raise ConfigError("dpllm methods pate needs the section model: the public model that every teacher starts from")
@@ -121,18 +121,18 @@ def check_teaching(recipe: QueryRecipe) -> None:
         check_optimizer(training_arguments({**section, **QUIET, "output_dir": recipe.output_dir}))
 
 
-def _check_kind(task: str, form: RecordFormat, options: TeachConfig) -> None:
+def _check_kind(task: str, form: RecordFormat, options: PateConfig) -> None:
     """Check that task, format and options are all for classes or all for tokens."""
     if task == "sequence_classification" and form.holds is TextLabel:
         if options.max_new_tokens is not None:
             raise ConfigError(
-                f"teach.max_new_tokens={options.max_new_tokens} is for completions, and teachers of this recipe vote "
+                f"pate.max_new_tokens={options.max_new_tokens} is for completions, and teachers of this recipe vote "
                 "for a class of a text: leave it out, or set model.task=causal_lm and data.format=text"
             )
     elif task == "causal_lm" and form.holds in (Text, Completion):
         if options.max_new_tokens is None:
             raise ConfigError(
-                "teach.max_new_tokens is missing: teachers vote for each token after a public text, and all of them "
+                "pate.max_new_tokens is missing: teachers vote for each token after a public text, and all of them "
                 "are charged. Set their largest number"
             )
     else:
@@ -155,7 +155,7 @@ def prepare(recipe: QueryRecipe) -> Prepared:
     """
     check_teaching(recipe)
     options = recipe.options
-    assert isinstance(options, TeachConfig) and recipe.model is not None
+    assert isinstance(options, PateConfig) and recipe.model is not None
     private, held_out = load_train_and_eval(recipe.data, recipe.privacy)
     num_classes = None if recipe.model.task == "causal_lm" else _num_classes(recipe.model, private, recipe.data)
     num_units = unit_index_of(private, recipe.privacy).num_units
@@ -211,7 +211,7 @@ def prompts_of(recipe: QueryRecipe) -> DataConfig:
     )
 
 
-def settings_of(options: TeachConfig, vote: Vote, num_classes: int) -> list[tuple[str, Value]]:
+def settings_of(options: PateConfig, vote: Vote, num_classes: int) -> list[tuple[str, Value]]:
     """Return the public parameters of the vote on labels, by name, for plan and report."""
     settings: list[tuple[str, Value]] = [
         (TEACHERS, options.teachers),
@@ -227,7 +227,7 @@ def settings_of(options: TeachConfig, vote: Vote, num_classes: int) -> list[tupl
     return settings
 
 
-def token_settings_of(options: TeachConfig, vote: Vote, num_prompts: int) -> list[tuple[str, Value]]:
+def token_settings_of(options: PateConfig, vote: Vote, num_prompts: int) -> list[tuple[str, Value]]:
     """Return the public parameters of the vote on tokens, by name, for plan and report."""
     settings: list[tuple[str, Value]] = [
         (TEACHERS, options.teachers),

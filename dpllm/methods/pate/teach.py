@@ -41,7 +41,7 @@ from dpllm.methods.pate.votes import (
     written_tokens,
 )
 from dpllm.methods.queries.run import QueryCommand, QueryRun, begin_from
-from dpllm.methods.sections import TeachConfig
+from dpllm.methods.sections import PateConfig
 from dpllm.models.continuation import Continuation
 from dpllm.models.generation import TextGenerator
 from dpllm.models.load import load_base_model, load_tokenizer, prepare_model
@@ -206,8 +206,8 @@ class Classroom:
         for number, row in enumerate(self.encoded_prompts()):
             if len(row) + new > limit:
                 raise ConfigError(
-                    f"public text {number} has {len(row)} tokens, {len(row) + new} with teach.max_new_tokens={new}, "
-                    f"and a row has room for {limit}: shorten it, lower teach.max_new_tokens, or raise data.max_length"
+                    f"public text {number} has {len(row)} tokens, {len(row) + new} with pate.max_new_tokens={new}, "
+                    f"and a row has room for {limit}: shorten it, lower pate.max_new_tokens, or raise data.max_length"
                 )
 
     def encoded_prompts(self) -> list[list[int]]:
@@ -308,7 +308,7 @@ class Panel:
         base: OneBase,
         teachers: Sequence[State],
         prompts: Sequence[Sequence[int]],
-        options: TeachConfig,
+        options: PateConfig,
         rng: np.random.Generator,
         barred: Collection[int] = (),
         vocabulary: int | None = None,

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from dpllm.config import ConfigError
 from dpllm.data.rows import RowCollator
 from dpllm.methods.federated.client import LocalTraining, SharedWeights, Shares, bounded
-from dpllm.methods.sections import FederateConfig
+from dpllm.methods.sections import FederatedConfig
 from tests.methods.federated.small import plan_of
 from tests.mutations import kills
 
@@ -90,7 +90,7 @@ def adapted(model):
 def training_of(model, lora="freeze_a", **changes):
     weights = SharedWeights(model, lora)
     collator = RowCollator(pad_token_id=0)
-    return LocalTraining(model, weights, collator, FederateConfig(**changes), batch_size=12), weights
+    return LocalTraining(model, weights, collator, FederatedConfig(**changes), batch_size=12), weights
 
 
 def test_no_client_changes_the_update_of_another(model):

@@ -56,10 +56,10 @@ def recipe_file(tmp_path_factory):
             "expected_batch_size": 40,
             "dataset": "words",
         },
-        "federate": {"local_steps": 1, "simulated_dropouts": 0.2},
+        "federated": {"local_steps": 1, "simulated_dropouts": 0.2},
         "train": {"max_steps": 2, "per_device_train_batch_size": 4, "learning_rate": 1.0, "disable_tqdm": True},
     }
-    path = folder / "federate.yaml"
+    path = folder / "federated.yaml"
     path.write_text(yaml.safe_dump(values), encoding="utf-8")
     return path
 
@@ -113,7 +113,7 @@ def test_a_client_has_rows_of_its_own_split_records_only(recipe_file, tmp_path, 
         return np.zeros(self._weights.size(self._weights.of_round(number)))
 
     monkeypatch.setattr(LocalTraining, "update", update)
-    changes = ["data.long_records=split", "data.max_length=4", "federate.simulated_dropouts=0"]
+    changes = ["data.long_records=split", "data.max_length=4", "federated.simulated_dropouts=0"]
     assert run(load_recipe(recipe_file, [f"train.output_dir={tmp_path / 'run'}", *changes])) == 0
     assert len(seen) > NUM_CLIENTS // 2 and {len(clients) for clients in seen} == {1}
 
@@ -121,7 +121,7 @@ def test_a_client_has_rows_of_its_own_split_records_only(recipe_file, tmp_path, 
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        (["federate=null"], "has no section federate"),
+        (["federated=null"], "has no section federated"),
         (["train.weight_decay=0.1"], "train.weight_decay is not used by a federated run"),
         (["train.max_steps=null"], "needs train.max_steps, the number of rounds"),
         (["microbatch.pack=true"], r"does not support microbatch\.pack"),
@@ -129,9 +129,9 @@ def test_a_client_has_rows_of_its_own_split_records_only(recipe_file, tmp_path, 
         (["privacy.seed=1"], "leave privacy.seed"),
         (["privacy.noise={kind: banded, bands: 2}"], "has no 'flat' clipping with 'banded' noise"),
         (["privacy.noise=distributed"], r"set privacy\.randomness=discrete"),
-        (["federate.local_steps=0"], "local_steps"),
-        (["federate.server_optimizer=adam", "federate.server_momentum=0.9"], "belongs to server_optimizer=sgd"),
-        (["federate.lora=both"], "lora must be one of"),
+        (["federated.local_steps=0"], "local_steps"),
+        (["federated.server_optimizer=adam", "federated.server_momentum=0.9"], "belongs to server_optimizer=sgd"),
+        (["federated.lora=both"], "lora must be one of"),
         (
             ["privacy.randomness=discrete", "privacy.noise={kind: distributed, dropouts: 0.1}"],
             r"simulated_dropouts=0\.2, and privacy\.noise declares dropouts=0\.1",

@@ -10,7 +10,7 @@ def school(tmp_path):
     """A function that writes a recipe, with changes, and prepares its run."""
 
     def prepared(**changes):
-        return prepare(load_query_recipe(write_recipe(tmp_path, **changes), (), "teach"))
+        return prepare(load_query_recipe(write_recipe(tmp_path, **changes), (), "pate"))
 
     return prepared
 
@@ -20,6 +20,6 @@ def writing_school(tmp_path):
     """The same of a run in which teachers continue texts."""
 
     def prepared(**changes):
-        return prepare(load_query_recipe(write_token_recipe(tmp_path, **changes), (), "teach"))
+        return prepare(load_query_recipe(write_token_recipe(tmp_path, **changes), (), "pate"))
 
     return prepared

@@ -36,7 +36,7 @@ def write_token_recipe(folder, *, records=None, prompts=None, **changes):
     records = records or [{"text": f"{WORDS[n % 7]} {WORDS[n]} small man {WORDS[n // 2]}"} for n in range(12)]
     prompts = prompts or [{"text": word} for word in ("the dog", "one", "seven red clouds")]
     model, teach = {"adapter": {"r": 2, "target_modules": "all-linear"}}, {"max_new_tokens": 5, "candidates": 8}
-    return _write(folder, records, prompts, {"model": model, "data": {"format": "text"}, "teach": teach}, changes)
+    return _write(folder, records, prompts, {"model": model, "data": {"format": "text"}, "pate": teach}, changes)
 
 
 def _write(folder, records, prompts, kind, changes):
@@ -49,7 +49,7 @@ def _write(folder, records, prompts, kind, changes):
         "model": {"name": str(model)},
         "data": {"path": str(folder / "private.jsonl"), "max_length": 32},
         "privacy": {"noise_multiplier": 2.0, "delta": 1e-3},
-        "teach": {
+        "pate": {
             "teachers": TEACHERS,
             "public_prompts": str(folder / "public.jsonl"),
             "train": {"num_train_epochs": 1, "per_device_train_batch_size": 4, "learning_rate": 1e-2},

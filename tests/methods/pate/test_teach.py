@@ -20,7 +20,7 @@ from dpllm.methods.pate.prepare import prepare
 from dpllm.methods.pate.teach import OneBase, Panel
 from dpllm.methods.pate.votes import NO_LABEL, TOKENS, VOTE_CHANGE, Ballots
 from dpllm.methods.queries.run import Randomness, begin_from
-from dpllm.methods.sections import TeachConfig
+from dpllm.methods.sections import PateConfig
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.report.verify import verify
@@ -51,8 +51,8 @@ def _votes(folder, monkeypatch, records):
     add = Ballots.add
     monkeypatch.setattr(Ballots, "add", lambda self, classes_N: (votes.append(classes_N), add(self, classes_N)))
     train = {"num_train_epochs": 20, "per_device_train_batch_size": 3, "learning_rate": 0.05}
-    path = write_recipe(folder, records=records, teach={"train": train})
-    prepared = prepare(load_query_recipe(path, (), "teach"))
+    path = write_recipe(folder, records=records, pate={"train": train})
+    prepared = prepare(load_query_recipe(path, (), "pate"))
     classroom = teaching.Classroom(prepared)
     with torch.no_grad():  # the new head is the same in both
         for parameter in classroom.base.model.score.parameters():
@@ -111,7 +111,7 @@ def test_scores_that_are_not_finite_are_still_one_vote(school):
 @pytest.mark.parametrize("confident", [False, True])
 def test_labels_are_charged_before_they_are_drawn_with_the_planned_noise(school, monkeypatch, confident):
     """All texts, or all checks and the planned labels; noise of σ on every count, and of σ₁ on every check."""
-    prepared = school(teach={"threshold": 0.0, "max_answers": 3, "check_noise": 5.0} if confident else {})
+    prepared = school(pate={"threshold": 0.0, "max_answers": 3, "check_noise": 5.0} if confident else {})
     drawn = []
 
     def gaussian(self, shape, stddev):
@@ -161,7 +161,7 @@ def test_a_run_releases_labels_and_a_student_and_verifies(school, tmp_path, caps
 def test_without_a_label_there_is_no_student(school, tmp_path, monkeypatch):
     """No text passed the check: the run is charged, and says so."""
     monkeypatch.setattr(teaching, "released_labels", lambda vote, num_teachers, run, ballots: np.full(6, NO_LABEL))
-    taught = teaching.teach(school(teach={"threshold": 4.0, "max_answers": 2}), _quiet, _quiet)
+    taught = teaching.teach(school(pate={"threshold": 4.0, "max_answers": 2}), _quiet, _quiet)
     assert taught.num_texts == 0 and not taught.figures
     assert (tmp_path / "run" / "labels.jsonl").read_text() == "" and not (tmp_path / "run" / "student").exists()
 
@@ -173,7 +173,7 @@ def test_the_number_of_rows_of_a_teacher_is_not_logged(school, tmp_path, caplog)
     logging.enable_propagation()
     try:
         with caplog.at_level("INFO"):
-            teaching.teach(school(teach={"student": False}), _quiet, _quiet)
+            teaching.teach(school(pate={"student": False}), _quiet, _quiet)
         assert logging.get_verbosity() == logging.INFO
     finally:
         logging.disable_propagation()
@@ -182,7 +182,7 @@ def test_the_number_of_rows_of_a_teacher_is_not_logged(school, tmp_path, caplog)
     # Labels alone are a release; nothing of the teachers stays in the folder.
     assert not (tmp_path / "run" / "student").exists() and not list((tmp_path / "run").rglob("*.safetensors"))
     with pytest.raises(ConfigError, match=r"train\.log_level"):
-        school(teach={"train": {"log_level": "info"}})
+        school(pate={"train": {"log_level": "info"}})
 
 
 @pytest.mark.parametrize("name", ["labels.jsonl", "student"])
@@ -205,7 +205,7 @@ def test_held_out_private_records_are_counted_as_disclosures(school, tmp_path):
 @pytest.mark.parametrize("confident", [False, True])
 def test_the_audit_reads_the_vote_from_the_plan(school, confident):
     """A trial charges all that the plan charges, with its noise."""
-    plan = school(teach={"threshold": 1.0, "max_answers": 3, "check_noise": 5.0} if confident else {}).plan
+    plan = school(pate={"threshold": 1.0, "max_answers": 3, "check_noise": 5.0} if confident else {}).plan
     found = run_trials(plan, label_probe(plan), 10)
     assert found.history == [(charge.event, charge.count) for charge in plan.charges]
 
@@ -239,8 +239,8 @@ def _course(folder, monkeypatch, records):
         patch.setattr(Ballots, "add", add)
         train = {"num_train_epochs": 10, "per_device_train_batch_size": 3, "learning_rate": 0.05}
         teach = {"train": train, "candidates": None}
-        path = write_token_recipe(folder, records=records, teach=teach, model={"adapter": None})
-        prepared = prepare(load_query_recipe(path, (), "teach"))
+        path = write_token_recipe(folder, records=records, pate=teach, model={"adapter": None})
+        prepared = prepare(load_query_recipe(path, (), "pate"))
         torch.manual_seed(0)
         classroom = teaching.Classroom(prepared)
         classroom.base = teaching.OneBase(classroom.base.model.double())
@@ -312,13 +312,13 @@ def test_completions_are_in_the_columns_of_the_records(writing_school, tmp_path)
 def test_a_text_without_room_is_refused_before_anything_is_charged(writing_school, tmp_path):
     """The student's row would be cut, or the model sees no more."""
     with pytest.raises(ConfigError, match="shorten"):
-        teaching.teach(writing_school(teach={"max_new_tokens": 30}), _quiet, _quiet)
+        teaching.teach(writing_school(pate={"max_new_tokens": 30}), _quiet, _quiet)
     assert not (tmp_path / "run").exists()
 
 
 def test_texts_after_the_last_planned_token_are_not_written(writing_school, tmp_path):
     """One text side by side: the second is cut, and the third has no token."""
-    prepared = writing_school(teach={"max_answers": 7, "rows_per_pass": 1, "student": False})
+    prepared = writing_school(pate={"max_answers": 7, "rows_per_pass": 1, "student": False})
     taught = teaching.teach(prepared, _quiet, _quiet)
     assert prepared.plan.charge(TOKENS).count == 7 and 1 <= taught.num_texts <= TEXTS
     assert not (tmp_path / "run" / "student").exists()
@@ -380,7 +380,7 @@ def test_no_row_of_a_teacher_changes_another_teacher_or_a_candidate(kind):
             scores = base.begin().eval()(row).logits
         if trained_before:
             base.begin()(long)
-        panel = Panel(base, [], row[:, :8].tolist(), TeachConfig(temperature=0), np.random.default_rng(0))
+        panel = Panel(base, [], row[:, :8].tolist(), PateConfig(temperature=0), np.random.default_rng(0))
         return scores, torch.from_numpy(panel.candidates())
 
     for alone, after in zip(found(False), found(True), strict=True):
@@ -398,7 +398,7 @@ def test_no_row_of_a_teacher_changes_another_teacher_or_a_candidate(kind):
 def test_a_teacher_votes_as_it_would_by_itself(candidates, temperature):
     """A loop over teachers, texts and places in float64: nothing of one teacher is left for the next."""
     base, teachers = made(3)
-    options = TeachConfig(candidates=candidates, temperature=temperature)
+    options = PateConfig(candidates=candidates, temperature=temperature)
     panel = Panel(base, teachers, PROMPTS, options, np.random.default_rng(3), BARRED, VOCABULARY)
     rng, rows = np.random.default_rng(3), [list(row) for row in PROMPTS]
     for token in (4, 17, 30, 2):
@@ -424,7 +424,7 @@ def test_teachers_draw_from_their_own_distributions_and_agree_where_these_do():
     base, (teacher,) = made(1)
     copy, prompts = base.state(), [[1, 5]] * 3000
     noise = np.zeros((1, VOCABULARY))
-    options = TeachConfig(candidates=None, temperature=1.0)
+    options = PateConfig(candidates=None, temperature=1.0)
     panel = Panel(base, [copy, teacher], prompts, options, np.random.default_rng(1), BARRED, VOCABULARY)
     candidates = panel.candidates()
     assert not panel.vote(0).any()  # the first candidate is the public model's own choice
@@ -442,6 +442,6 @@ def test_scores_of_tokens_that_are_not_finite_are_still_one_vote():
     """A teacher whose training failed names a candidate like any other."""
     base, (teacher,) = made(1)
     broken = {name: torch.full_like(tensor, torch.nan) for name, tensor in teacher.items()}
-    panel = Panel(base, [broken], PROMPTS, TeachConfig(), np.random.default_rng(0))
+    panel = Panel(base, [broken], PROMPTS, PateConfig(), np.random.default_rng(0))
     candidates = panel.candidates()
     assert panel.vote(0).tolist() == [0, 0, 0] and candidates.shape == (3, 16)

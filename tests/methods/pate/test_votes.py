@@ -268,8 +268,8 @@ class Known:
 def started(writing_school):
     """A function that begins a run of three texts of five tokens; it returns the run and its vote."""
 
-    def begin(**teach):
-        prepared = writing_school(teach=teach)
+    def begin(**pate):
+        prepared = writing_school(pate=teach)
         return begin_from(prepared.recipe, prepared.plan), prepared
 
     return begin
@@ -398,9 +398,9 @@ def test_checks_that_are_not_charged_are_refused(started, monkeypatch):
             votes.winners(ballots)
 
 
-@pytest.mark.parametrize("teach", [{}, {"max_answers": 7}, {"threshold": 1.0, "max_answers": 3, "check_noise": 5.0}])
+@pytest.mark.parametrize("pate", [{}, {"max_answers": 7}, {"threshold": 1.0, "max_answers": 3, "check_noise": 5.0}])
 def test_the_audit_reads_the_vote_from_the_plan(writing_school, teach):
     """A trial charges all that the plan charges, with its noise."""
-    plan = writing_school(teach=teach).plan
+    plan = writing_school(pate=teach).plan
     found = run_trials(plan, completion_probe(plan), 10)
     assert found.history == [(charge.event, charge.count) for charge in plan.charges]

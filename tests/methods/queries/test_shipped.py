@@ -31,7 +31,7 @@ def test_it_says_what_it_is_and_how_it_is_run(path: Path) -> None:
 
 def test_every_method_has_a_command() -> None:
     """And its section defaults, so that a recipe needs no options."""
-    assert set(query_sections()) == {"count", "predict", "evolve", "teach", "aggregate"}
+    assert set(query_sections()) == {"count", "predict", "evolve", "pate", "aggregate"}
     for name, section in query_sections().items():
         section()
         assert query_command(name).reading and method(name).show_plan is not None and method(name).words
