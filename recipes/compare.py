@@ -36,8 +36,14 @@ from dpllm.config.recipe import refuse_trainer
 from dpllm.data.rows import RowCollator, load_train_and_eval, tokenize_records, unit_index_of
 from dpllm.engines.processes import Processes
 from dpllm.mechanism.parts import Spec
-from dpllm.methods.attacks.attack_figure import plot_attacks
-from dpllm.methods.attacks.attacks import AttackReport, AttackSettings, attack_facts, attack_folder, attack_tables
+from dpllm.methods.attacks.attacks import (
+    AttackReport,
+    AttackSettings,
+    attack_facts,
+    attack_folder,
+    attack_tables,
+    plot_attacks,
+)
 from dpllm.methods.attacks.exposure import Exposure, exposure_of_run
 from dpllm.methods.attacks.extraction import ExtractionSettings
 from dpllm.methods.attacks.lira import ShadowTraining

@@ -4,8 +4,8 @@ The metrics of held-out text (`dpllm.training.evaluation`) and audits use it.
 
 `Continuation` computes next-token logits of many growing rows, with a cache of keys and values. In private prediction
 each row is a private record, or none, followed by the same public prompt, and every drawn token
-is appended to all rows. Where groups answer questions (`dpllm.methods.predict.asking`), each row is a group and
-continues with its own tokens. Where teachers write public texts (`dpllm.methods.pate.completing`), each row is a text.
+is appended to all rows. Where groups answer questions (`dpllm.methods.aggregate.aggregate`), each row is a group and
+continues with its own tokens. Where teachers write public texts (`dpllm.methods.pate.teach`), each row is a text.
 Rows are padded on the left to one public length, and each unit or group has a public number of them, so the shapes of a
 computation reveal nothing about a record, and a row's rounding depends neither on the length of another row nor on a
 user's number of records.

@@ -30,12 +30,11 @@ from dpllm.mechanism.catalogue import spec_of
 from dpllm.mechanism.parts import Draw, Spec
 from dpllm.mechanism.query import Query
 from dpllm.mechanism.strategies import Workload
-from dpllm.methods.aggregate.thresholded import ThresholdedCounts
+from dpllm.methods.aggregate.combination import ThresholdedCounts
 from dpllm.methods.attacks.answers import run_rounds, run_trials
-from dpllm.methods.attacks.command import probe_of
+from dpllm.methods.attacks.probes import CANARY, RoundProbe, probe_of, small_federation
 from dpllm.methods.count.counting import CHARGE as LABEL_COUNTS
-from dpllm.methods.evolve.votes import votes_charge
-from dpllm.methods.federated.probe import CANARY, RoundProbe, small_federation
+from dpllm.methods.evolve.evolution import votes_charge
 from dpllm.methods.pate.prepare import NEW_TOKENS, PROMPTS, PUBLIC_VOTES, TEACHERS
 from dpllm.methods.pate.votes import TOKENS, Vote
 from dpllm.methods.predict import run as prediction

@@ -19,8 +19,7 @@ from dpllm.cli.program import app
 from dpllm.config import ConfigError, ModelConfig, PublicPretrainConfig, load_recipe
 from dpllm.data.rows import train_tokenizer
 from dpllm.mechanism.events import dp_sgd
-from dpllm.methods.attacks.attacks import AttackSettings, attack_folder
-from dpllm.methods.attacks.released import record_key
+from dpllm.methods.attacks.attacks import AttackSettings, attack_folder, record_key
 from dpllm.privacy.calibration import calibrate
 from dpllm.privacy.ledger import read_ledger
 from dpllm.privacy.plan import make_plan

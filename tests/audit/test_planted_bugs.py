@@ -308,7 +308,7 @@ BUGS = [
         "evolution",
         (
             (
-                "dpllm/methods/queries/randomness.py",
+                "dpllm/methods/queries/run.py",
                 "PCG64DXSM(secrets.randbits(8 * KEY_BYTES))",
                 "PCG64DXSM(20)",
             ),
@@ -317,14 +317,14 @@ BUGS = [
     Bug(
         "each record of a user has a whole vote",
         "evolution_of_users",
-        (("dpllm/methods/evolve/votes.py", "share_N = 1.0 / rows_of_unit[units]", "share_N = 1.0 + 0 * units"),),
+        (("dpllm/methods/evolve/evolution.py", "share_N = 1.0 / rows_of_unit[units]", "share_N = 1.0 + 0 * units"),),
     ),
     Bug(
         "teachers share units",
         "teachers",
         (
             (
-                "dpllm/methods/pate/partition.py",
+                "dpllm/methods/pate/votes.py",
                 "np.flatnonzero(self.teacher_of == teacher)",
                 "np.flatnonzero(self.teacher_of // 2 == teacher // 2)",
             ),
@@ -333,14 +333,14 @@ BUGS = [
     Bug(
         "one label of all is charged",
         "teachers",
-        (("dpllm/methods/pate/release.py", "run.charge(vote.answers, vote.most_labels)", "run.charge(vote.answers)"),),
+        (("dpllm/methods/pate/votes.py", "run.charge(vote.answers, vote.most_labels)", "run.charge(vote.answers)"),),
     ),
     Bug(
         "teachers that write share units",
         "writing_teachers",
         (
             (
-                "dpllm/methods/pate/partition.py",
+                "dpllm/methods/pate/votes.py",
                 "np.flatnonzero(self.teacher_of == teacher)",
                 "np.flatnonzero(self.teacher_of // 2 == teacher // 2)",
             ),
@@ -351,7 +351,7 @@ BUGS = [
         "writing_teachers",
         (
             (
-                "dpllm/methods/pate/release.py",
+                "dpllm/methods/pate/votes.py",
                 "        _charge(vote, run)\n        self.left",
                 "        run.charge(vote.answers)\n        self.left",
             ),
@@ -367,7 +367,7 @@ BUGS = [
         "tokens",
         (
             (
-                "dpllm/methods/predict/scores.py",
+                "dpllm/methods/predict/sampler.py",
                 ".round().clamp(-MOST, MOST).long()",
                 ".clamp(-1e15, 1e15).round().long()",
             ),
@@ -376,14 +376,14 @@ BUGS = [
     Bug(
         "open answers are released whatever their counts are",
         "questions",
-        (("dpllm/methods/aggregate/combined.py", "if pair[1] >= least", "if True"),),
+        (("dpllm/methods/aggregate/combination.py", "if pair[1] >= least", "if True"),),
     ),
     Bug(
         "the number that a group answers is not clipped to its range",
         "questions",
         (
             (
-                "dpllm/methods/aggregate/combined.py",
+                "dpllm/methods/aggregate/combination.py",
                 'value = min(max(float(found[0].replace(",", "")), self.low), self.high)',
                 'value = float(found[0].replace(",", ""))',
             ),
@@ -394,7 +394,7 @@ BUGS = [
         "choices",
         (
             (
-                "dpllm/methods/aggregate/combined.py",
+                "dpllm/methods/aggregate/combination.py",
                 "noisy([list(answers).count(number) for number in range(len(self.answers))], VOTE_CHANGE)",
                 "[float(list(answers).count(number)) for number in range(len(self.answers))]",
             ),
@@ -419,7 +419,7 @@ BUGS = [
         "tokens_of_users",
         (
             (
-                "dpllm/methods/predict/scores.py",
+                "dpllm/methods/predict/sampler.py",
                 'torch.div(steps_RV, rows_of_unit_R[:, None], rounding_mode="trunc")',
                 "steps_RV",
             ),
@@ -430,7 +430,7 @@ BUGS = [
         "rounds",
         (
             (
-                "dpllm/methods/federated/participant.py",
+                "dpllm/methods/federated/client.py",
                 "return update if size <= (1 - 1e-12) * plan.clip_norm else update",
                 "return update if size >= 0 else update",
             ),
@@ -441,7 +441,7 @@ BUGS = [
         "secure_rounds",
         (
             (
-                "dpllm/methods/federated/shares.py",
+                "dpllm/methods/federated/client.py",
                 "math.sqrt(event.min_batch_size)",
                 "math.sqrt(plan.expected_batch_size)",
             ),

@@ -68,8 +68,8 @@ def test_public_sentences_are_not_private_and_the_recipes_are_read(folder):
     )
     assert not {row["text"] for row in rows["private"]} & {row["text"] for row in rows["public"]}
     train = load_recipe(folder / "dpsgd.yaml")
-    pate = load_query_recipe(folder / "pate.yaml", [], "pate")
-    assert train.model == pate.model
+    teach = load_query_recipe(folder / "pate.yaml", [], "pate")
+    assert train.model == teach.model
     for name in ("path", "eval", "max_length"):
         assert getattr(train.data, name) == getattr(pate.data, name)
     assert train.privacy.epsilon == pate.privacy.epsilon

@@ -33,7 +33,7 @@ from dpllm.config.schema import key_tables, recipe_schema
 from dpllm.config.shipped import shipped_recipes
 from dpllm.config.train_values import WARM_UP
 from dpllm.config.yaml12 import read_yaml
-from dpllm.methods.federated.section import FederatedConfig
+from dpllm.methods.sections import FederatedConfig
 from dpllm.training.arguments import train_schema
 from dpllm.training.preflight import check_values
 

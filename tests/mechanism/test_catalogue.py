@@ -16,7 +16,7 @@ from dpllm.mechanism.noise import IndependentNoise
 from dpllm.mechanism.parts import Draw, Mechanism, Spec
 from dpllm.mechanism.query import Query, Several
 from dpllm.mechanism.selection import SelectedRun
-from dpllm.methods.aggregate.thresholded import ThresholdedCounts
+from dpllm.methods.aggregate.combination import ThresholdedCounts
 from dpllm.methods.federated.distributed import DistributedStep
 from dpllm.methods.predict.token_draw import TokenDraw
 

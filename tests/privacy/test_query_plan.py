@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dpllm.mechanism.query import Query
-from dpllm.methods.queries.planned import prior_release
+from dpllm.methods.queries.run import prior_release
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.calibration import least_noise
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger, LedgerError

@@ -21,7 +21,7 @@ import dpllm.report.statement
 from dpllm.config import PrivacyConfig
 from dpllm.mechanism.events import Event
 from dpllm.mechanism.query import Query
-from dpllm.methods.aggregate.thresholded import ThresholdedCounts
+from dpllm.methods.aggregate.combination import ThresholdedCounts
 from dpllm.methods.predict.token_draw import TokenDraw
 from dpllm.privacy import accounting
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger, LedgerContents, read_ledger

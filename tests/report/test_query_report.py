@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 from dpllm.cli.program import app
 from dpllm.mechanism.events import Step
 from dpllm.mechanism.query import Query
-from dpllm.methods.queries.planned import prior_release
-from dpllm.methods.queries.run import QueryRun
+from dpllm.methods.queries.run import QueryRun, prior_release
 from dpllm.privacy.chained_file import CHAIN_START, next_chain
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.plan import PLAN_FILE

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from dpllm.cli.program import app
 from dpllm.config import PRETRAINED_FOLDER, PrivacyConfig
 from dpllm.config.versions import CodeVersion, code_version, version_words
-from dpllm.methods.queries.planned import prior_release
+from dpllm.methods.queries.run import prior_release
 from dpllm.privacy.checkpoints import checkpoint_folder, latest_whole, prepare_staging, publish
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger, LedgerError, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan, make_plan

@@ -1,13 +1,12 @@
-"""The audit of private answers: counts, votes and tokens, asked again and again with and without a canary.
+"""The audit of private answers: counts, votes and tokens, computed many times with and without a canary.
 
-Place in the flow: the audit of releases that are no training run. A method brings a
-`dpllm.methods.queries.probe.Probe`: its own code, from the rows of a unit to the answers that are released, on made-up
-records that are as extreme as its bounds allow. Each trial flips a fair coin, includes the canary or leaves it out, and
-charges a real ledger. The claim is the ε of what a trial charged. `dpllm.audit.result.judge` turns scores and coins
-into lower bounds and a verdict.
+Each method has a probe (`dpllm.methods.attacks.probes`): its own code, from the rows of a unit to the released answers,
+on made-up records that are as extreme as its bounds allow. Each trial flips a fair coin, includes the canary or leaves
+it out, and charges a real ledger. The claim is the ε of a trial's charges. `dpllm.audit.result.judge` turns scores and
+coins into lower bounds and a verdict.
 
-No private record is read, so the result says nothing about any person, and costs nothing. Nor does it say how much a
-certain data set leaks: it tests whether this installation keeps the promise of a plan in the worst case.
+No private record is read, so the audit costs nothing and its result says nothing about any person or data set. It tests
+whether this installation keeps the promise of a plan in the worst case.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from dpllm.audit.bounds import CONFIDENCE, FEWEST_CANARIES, AuditError
 from dpllm.audit.result import AUDIT_FILE, PICTURE_FILE, AuditResult, judge, plot_audit
 from dpllm.mechanism.limits import MAX_STEPS
 from dpllm.mechanism.sampling import secret_rng
-from dpllm.methods.queries.probe import Probe
+from dpllm.methods.attacks.probes import Probe
 from dpllm.methods.queries.run import QueryRun
 from dpllm.privacy.accounting import History, epsilon
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger
@@ -40,10 +39,10 @@ MEMORY = Path("/dev/shm")  # thousands of ledger lines are flushed to the disk o
 
 
 class RoundsProbe(Protocol):
-    """Federated rounds with and without a canary, such as `dpllm.methods.federated.probe.RoundProbe`."""
+    """Computes federated rounds with and without a canary, as `dpllm.methods.attacks.probes.RoundProbe` does."""
 
     history: History
-    """What one round costs."""
+    """The privacy cost of one round."""
 
     def answer(self, there: bool) -> float:
         """Take a round, and return a score of its release, which is higher with the canary."""
@@ -59,19 +58,13 @@ class Trials:
     included: NDArray[np.bool_]
     """(n,) the coins."""
     history: History
-    """What a trial charged. If trials charged differently, the charges of the one with the least ε: a folder could show
-    them, and would claim that ε."""
+    """The charges of a trial. If they differ between trials, those with the smallest ε: a run could show them, and
+    would claim that ε."""
     charged: str
     """The same in words."""
 
     def result(self, plan: QueryPlan | PrivacyPlan, canary: str, confidence: float = CONFIDENCE) -> AuditResult:
-        """Return the verdict.
-
-        Args:
-            plan: of the run.
-            canary: in words.
-            confidence: of all bounds together.
-        """
+        """Compare the bounds with the claim, and return the verdict."""
         method = plan.method if isinstance(plan, QueryPlan) else "federated rounds"
         return judge(
             {SCORE: self.scores},
@@ -88,13 +81,13 @@ class Trials:
 
 
 def run_trials(plan: QueryPlan, probe: Probe, trials: int, on_trial: Callable[[], None] = lambda: None) -> Trials:
-    """Ask the questions of a plan many times, and return the observations.
+    """Compute the answers of a plan many times, and return the observations.
 
     Args:
-        plan: of the run; in each trial all of its answers are asked.
+        plan: of the run; each trial computes all of its answers.
         probe: of its method.
         trials: n.
-        on_trial: called after each trial, for showing progress.
+        on_trial: called after each trial, to show progress.
 
     Raises:
         AuditError: there are too few or too many trials, the plan has no answers of its own, or an answer was given
@@ -139,13 +132,7 @@ def run_trials(plan: QueryPlan, probe: Probe, trials: int, on_trial: Callable[[]
 def flip_coins(
     answer: Callable[[bool], float], trials: int, on_trial: Callable[[], None]
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Return scores and coins, (n,) each: one answer for each coin.
-
-    Args:
-        answer: from whether the canary is there to a score.
-        trials: n.
-        on_trial: called after each.
-    """
+    """Flip n fair coins; return the score of an answer for each, (n,), and the coins, (n,)."""
     included = secret_rng().integers(0, 2, trials).astype(bool)
     scores = np.zeros(trials)
     for number, there in enumerate(included.tolist()):
@@ -161,12 +148,6 @@ def run_rounds(
     on_trial: Callable[[], None] = lambda: None,
 ) -> Trials:
     """Take federated rounds, each with a coin of its own, and return the observations.
-
-    Args:
-        plan: of the rounds (`dpllm.methods.federated.probe.small_federation`).
-        probe_of: from the plan and its ledger to the probe.
-        trials: n, the number of rounds of the plan.
-        on_trial: called after each.
 
     Raises:
         AuditError: there are too few trials, or a round was taken without a charge.
@@ -187,14 +168,7 @@ def run_rounds(
 
 
 def save_answers(found: Trials, result: AuditResult, folder: Path, of_run: bool) -> None:
-    """Write ``audit.json`` and ``audit.png`` into a folder.
-
-    Args:
-        found: the observations.
-        result: their verdict.
-        folder: it is made.
-        of_run: it is the folder of the finished run, whose report gets the verdict.
-    """
+    """Write ``audit.json`` and ``audit.png`` into a folder; of the run's own folder, add the verdict to the report."""
     folder.mkdir(parents=True, exist_ok=True)
     plot_audit(result, {SCORE: found.scores}, found.included, folder / PICTURE_FILE, found.history)
     result.save(folder)
@@ -207,7 +181,7 @@ def _left(run: QueryRun) -> list[int]:
 
 
 def _claim(plan: QueryPlan, seen: Counter[tuple[int, ...]]) -> tuple[History, str]:
-    """Return the charges of the trial that claims least, and all charges in words.
+    """Return the charges of the trial with the smallest ε, and these charges in words.
 
     Raises:
         AuditError: a trial charged nothing.
@@ -218,8 +192,7 @@ def _claim(plan: QueryPlan, seen: Counter[tuple[int, ...]]) -> tuple[History, st
     }
     if not all(histories.values()):
         raise AuditError(
-            "FAIL: an answer was given without a charge, so a ledger would show nothing of it. Do not use this "
-            "installation"
+            "FAIL: an answer was released without a charge, so no ledger would show it. Do not use this installation"
         )
     least = min(histories, key=lambda counts: epsilon(histories[counts], plan.delta, "zero-out"))
     words = ", ".join(f"{count:,} x {charge.name}" for charge, count in zip(plan.charges, least, strict=True))

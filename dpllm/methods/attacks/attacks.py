@@ -1,22 +1,29 @@
 """All attacks on one finished model that need only the model and the records: membership, LiRA, extraction.
 
-Place in the flow: after the training, before the release; `dpllm methods attack` and `recipes/compare.py` call it. The
+`dpllm methods attack` and `recipes/compare.py` call them, after the training and before the release. `load_released`
+reads the output of either; `draw_sample` draws records that were trained on and the same number that were not. The
 results are estimates on private records, which ε does not cover: scores of single records are never written out.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
+from dpllm.audit.bounds import AuditError
 from dpllm.audit.canaries import CANARIES_FILE, CanarySet, record_of
-from dpllm.audit.result import Estimate, json_text
+from dpllm.audit.result import Estimate, json_text, roc_curve
 from dpllm.audit.scores import (
     MembershipResult,
     TokenScores,
@@ -29,9 +36,12 @@ from dpllm.audit.scores import (
     membership_scores,
     token_scores,
 )
-from dpllm.config import ConfigError, Recipe
+from dpllm.config import PRETRAINED_FOLDER, RECIPE_FILE, ConfigError, DataConfig, Recipe, load_recipe
+from dpllm.config.recipe import refuse_trainer
 from dpllm.data.labels import IGNORE
+from dpllm.data.messages import is_conversation, read_messages
 from dpllm.data.records import required_columns
+from dpllm.data.rows import RowCollator, load_train_and_eval, tokenize_records, unit_index_of
 from dpllm.data.tokenization import RECORD
 from dpllm.methods.attacks.extraction import (
     ExtractionSettings,
@@ -48,21 +58,217 @@ from dpllm.methods.attacks.lira import (
     lira_score,
     shadow_confidences,
 )
-from dpllm.methods.attacks.released import (
-    Released,
-    Sample,
-    draw_sample,
-    load_causal_model,
-    load_released,
-    record_key,
-    starting_point,
-)
+from dpllm.models.load import DTYPES, NO_CODE, load_tokenizer
 from dpllm.privacy.accounting import History
 from dpllm.privacy.checkpoints import MANIFEST_FILE
-from dpllm.privacy.ledger import LEDGER_FILE
+from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
+from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
+from dpllm.privacy.risk import tradeoff_curve
 from dpllm.privacy.rounding import format_delta, format_epsilon
+from dpllm.privacy.stated import claimed_history
 from dpllm.report.disclosures import ATTACK
+from dpllm.report.figures import BLUE, GREY, ORANGE
 from dpllm.report.model_card import add_disclosure
+
+FEWEST_RECORDS = 20
+"""Smallest number of members, and of non-members; with fewer, an attack's figures would be noise."""
+
+
+@dataclass(frozen=True)
+class Released:
+    """A finished model with its recipe, tokenizer, plan and history."""
+
+    folder: Path
+    """Folder of the model."""
+    recipe: Recipe
+    """The recipe of its training."""
+    model: Any
+    """The model, with its adapter if it has one, in evaluation mode."""
+    tokenizer: PreTrainedTokenizerBase
+    """Its tokenizer."""
+    plan: PrivacyPlan | None = None
+    """The plan of a private run; None for a model that was trained without privacy."""
+    history: History | None = None
+    """The steps in the ledger of a private run."""
+
+    @property
+    def collator(self) -> RowCollator:
+        """Pads rows for the model."""
+        return RowCollator(pad_token_id=int(self.tokenizer.pad_token_id))
+
+    def rows(self, records: datasets.Dataset) -> datasets.Dataset:
+        """Tokenize records as in the training."""
+        return tokenize_records(records, self.tokenizer, self.recipe.data)
+
+
+def load_released(folder: str | Path) -> Released:
+    """Load a finished model with its recipe, its tokenizer and, if it is private, its claim.
+
+    Args:
+        folder: a model in the format of transformers or peft, its tokenizer, and the recipe.yaml of its training; also
+            plan and ledger if the training was private.
+
+    Raises:
+        AuditError: recipe, tokenizer or model is missing, or the model gives no probability to each token.
+    """
+    folder = Path(folder)
+    if not (folder / RECIPE_FILE).is_file():
+        raise AuditError(
+            f"{folder} holds no {RECIPE_FILE}, so the model's training records are unknown. Give the output folder of "
+            "dpllm train, or copy the recipe into this folder"
+        )
+    recipe = load_recipe(folder / RECIPE_FILE)
+    refuse_trainer(recipe, "An attack on a released model")
+    if recipe.model.task != "causal_lm":
+        raise AuditError(
+            f"{folder} holds a model for {recipe.model.task}. These attacks read the probability that a causal "
+            "language model gives each token of a record; a classifier or an encoder-decoder needs other attacks"
+        )
+    if not (folder / "tokenizer_config.json").is_file():
+        raise AuditError(f"{folder} holds no tokenizer (tokenizer_config.json): save the model's tokenizer there")
+    own = dataclasses.replace(recipe.model, name=str(folder), config=None, tokenizer=None, tokenizer_vocab_size=None)
+    tokenizer = load_tokenizer(own)
+    model = load_causal_model(str(folder), recipe.model.dtype, tokenizer)
+    if not (folder / LEDGER_FILE).is_file():
+        return Released(folder, recipe, model, tokenizer)
+    plan, contents = PrivacyPlan.load(folder / PLAN_FILE), read_ledger(folder / LEDGER_FILE)
+    if plan.seeded or contents.seeded:
+        raise AuditError(
+            f"{folder} used a fixed seed, so nothing in it is private, and the bounds next to the attacks would be "
+            "untrue: train without privacy.seed"
+        )
+    return Released(folder, recipe, model, tokenizer, plan, claimed_history(plan, contents))
+
+
+def load_causal_model(name: str, dtype: str, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Load a causal language model for evaluation.
+
+    Raises:
+        AuditError: it cannot be loaded, or has fewer tokens than the tokenizer.
+    """
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[dtype], **NO_CODE)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:300].rstrip(".")
+        raise AuditError(f"the model {name} cannot be loaded: {reason}. Give a folder or a Hub name") from error
+    known = int(model.get_input_embeddings().weight.shape[0])
+    if known < len(tokenizer):
+        raise AuditError(
+            f"the model {name} has {known} tokens but the tokenizer has {len(tokenizer)}: they do not belong "
+            "together. Name a reference that has the same tokenizer"
+        )
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return model.to(accelerator or "cpu").eval()
+
+
+def starting_point(released: Released) -> str | None:
+    """Return the folder or Hub name of the starting model of the private training; None if its weights were random."""
+    if released.recipe.public_pretrain is not None:
+        beside = (released.folder, Path(released.recipe.train.get("output_dir", released.folder)))
+        for folder in beside:
+            if (folder / PRETRAINED_FOLDER / "config.json").is_file():
+                return str(folder / PRETRAINED_FOLDER)
+        raise AuditError(
+            f"{released.folder} lacks {PRETRAINED_FOLDER}/, the starting model of the private training. Put it "
+            "there, or name a reference model"
+        )
+    return released.recipe.model.name
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Records that were trained on, and the same number that were not."""
+
+    members: datasets.Dataset
+    """(n,) records, drawn at random from those that were trained on."""
+    non_members: datasets.Dataset
+    """(n,) records, drawn at random from the held-out ones."""
+    train: datasets.Dataset
+    """All records that were trained on."""
+    held_out: datasets.Dataset
+    """All held-out records whose text was not trained on."""
+    dropped: dict[str, int]
+    """Reason -> number of records left out."""
+
+    @property
+    def records(self) -> datasets.Dataset:
+        """(2n,) members, then non-members."""
+        return datasets.concatenate_datasets([self.members, self.non_members])
+
+    @property
+    def included(self) -> np.ndarray:
+        """(2n,) whether a record of `records` is a member."""
+        return np.arange(2 * len(self.members)) < len(self.members)
+
+
+def draw_sample(recipe: Recipe, num_records: int, seed: int = 0, leave_out: Collection[str] = ()) -> Sample:
+    """Draw equally many members and non-members, each text once.
+
+    A bound on an attack holds for a record whose text entered the data once. It applies to an estimate only if members
+    and non-members come from the same distribution. So texts in both, and texts that were trained on more than once,
+    are left out and counted.
+
+    Raises:
+        AuditError: there are no held-out records, too few usable ones, or it is unknown which rows of a user were used.
+    """
+    train, held_out = load_train_and_eval(recipe.data, recipe.privacy)
+    if held_out is None:
+        raise AuditError(
+            "the recipe holds out no records, so there is no non-member to compare with. Hold out a random share "
+            "before the training: data.eval=0.1"
+        )
+    train = train.select(_rows_trained_on(recipe, train))
+    train_keys, held_out_keys = _keys(train, recipe.data), _keys(held_out, recipe.data)
+    times, skip, seen = Counter(train_keys), set(leave_out), set[str]()
+    members = [number for number, key in enumerate(train_keys) if times[key] == 1 and key not in skip]
+    non_members, distinct = [], []
+    for number, key in enumerate(held_out_keys):
+        if key not in times and key not in skip:
+            non_members.append(number)
+            if key not in seen:
+                distinct.append(number)
+                seen.add(key)
+    dropped = {
+        "trained on more than once": sum(count > 1 and key not in skip for key, count in times.items()),
+        "held out, and trained on as well": sum(key in times and key not in skip for key in held_out_keys),
+        "held out more than once": len(non_members) - len(distinct),
+    }
+    size = min(num_records, len(members), len(distinct))
+    if size < FEWEST_RECORDS:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items() if count) or "none left out"
+        raise AuditError(
+            f"{len(members)} members and {len(distinct)} non-members can be compared ({reasons}), of {num_records} "
+            f"requested; fewer than {FEWEST_RECORDS} of each show nothing. Hold out more records "
+            "(data.eval), and remove duplicates from the data before the training"
+        )
+    rng = np.random.default_rng(seed)
+    chosen = [np.sort(rng.permutation(np.array(numbers))[:size]) for numbers in (members, distinct)]
+    return Sample(train.select(chosen[0]), held_out.select(chosen[1]), train, held_out.select(non_members), dropped)
+
+
+def record_key(values: Collection[Any]) -> str:
+    """Return a key that identifies a record's text."""
+    plain = [read_messages(value, "a record") if is_conversation(value) else value for value in values]
+    return json.dumps(plain, sort_keys=True, ensure_ascii=False)
+
+
+def _keys(records: datasets.Dataset, config: DataConfig) -> list[str]:
+    columns = records.select_columns(required_columns(config)).to_dict()
+    return [record_key(values) for values in zip(*columns.values(), strict=True)]
+
+
+def _rows_trained_on(recipe: Recipe, train: datasets.Dataset) -> np.ndarray:
+    """Return the numbers of the records that the run could draw: of a user above the bound, only the first ones."""
+    if recipe.privacy.protects != "user":
+        return np.arange(len(train))
+    units = unit_index_of(train, recipe.privacy)
+    if recipe.privacy.rows_kept == "random" and units.rows_dropped:
+        raise AuditError(
+            f"{units.rows_dropped} records were left out of the training by a secret draw (privacy.rows_kept=random), "
+            'so the members are unknown. Attack a run with privacy.rows_kept="first"'
+        )
+    return np.sort(np.asarray(units.rows))
+
 
 ATTACKS_FILE = "attacks.json"
 PICTURE_FILE = "attacks.png"
@@ -184,7 +390,7 @@ class AttackReport:
 
 
 def _note_attack(folder: Path) -> None:
-    """Write into the ledger of a run that its records were attacked; a folder without a guarantee has none."""
+    """Record in the ledger of a run that its records were attacked; a folder without a guarantee has no ledger."""
     if (folder / LEDGER_FILE).is_file() and not (folder / MANIFEST_FILE).is_file():
         add_disclosure(folder, ATTACK)
 
@@ -192,15 +398,10 @@ def _note_attack(folder: Path) -> None:
 def attack_folder(
     folder: str | Path, settings: AttackSettings | None = None, progress: Progress = lambda text: None
 ) -> AttackReport:
-    """Attack the model of a folder; the ledger of its run, if there is one, lists that this was done.
+    """Attack the model of a folder; the ledger of its run, if there is one, records that.
 
-    Canaries that `dpllm audit prepare` put into its data count neither as members nor as non-members here: they have
-    their own audit.
-
-    Args:
-        folder: a folder for `dpllm.methods.attacks.released.load_released`.
-        settings: the attacks to run.
-        progress: called with a description of each stage.
+    Canaries that `dpllm audit prepare` added to the data count neither as members nor as non-members: they have their
+    own audit.
 
     Raises:
         AuditError: the folder lacks a file; too few records; members and non-members differ before training.
@@ -272,7 +473,7 @@ def attack_tables(report: AttackReport) -> list[Table]:
 
 
 def attack_facts(report: AttackReport) -> list[tuple[str, str]]:
-    """Return the facts to print beside the tables."""
+    """Return the facts to print below the tables."""
     facts = [
         ("perplexity of members", f"{report.records.member_perplexity:.4g}"),
         ("perplexity of held-out records", f"{report.records.held_out_perplexity:.4g}"),
@@ -370,3 +571,45 @@ def _epsilon(released: Released) -> float | None:
     if released.plan is None or released.history is None:
         return None
     return released.plan.guarantee.of(released.history).under("zero-out")
+
+
+_COLOURS = (BLUE, "#5b8e7d", "#8a5a83", "#b08d2f", "#4f5d75", "#9c4a4a")
+
+
+def plot_attacks(reports: Mapping[str, AttackReport], path: str | Path) -> Path:
+    """Write a PNG with the ROC curves of each report, both axes logarithmic.
+
+    Returns:
+        The path.
+    """
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot as plt
+
+    size = len(reports)
+    figure, panels = plt.subplots(1, size, figsize=(5.2 * size + 0.6, 4.8), sharey=True, squeeze=False)
+    for panel, (title, report) in zip(panels[0], reports.items(), strict=True):
+        least = 0.5 / report.records.num
+        grid = np.geomspace(least, 1, 200)
+        panel.plot(grid, grid, "--", color=GREY, linewidth=1.2, label="blind guessing")
+        if report.history is not None:
+            panel.plot(*tradeoff_curve(report.history, "zero-out", grid.tolist()), color=ORANGE, linewidth=2.2)
+            panel.lines[-1].set_label("at most, for any attack on this run")
+        for attack, colour in zip(report.attacks, _COLOURS, strict=False):
+            rates, found = roc_curve(attack.scores, attack.included)
+            label = f"{attack.name} (AUROC {attack.auroc.value:.3f})"
+            panel.step(np.maximum(rates, least), np.maximum(found, least), where="post", color=colour, label=label)
+        panel.set(xscale="log", yscale="log", xlim=(least, 1), ylim=(least, 1.3), title=title)
+        panel.set_xlabel("held-out records accused")
+        panel.grid(color="#e6e6e6", linewidth=0.8)
+        panel.set_axisbelow(True)
+        for side in ("top", "right"):
+            panel.spines[side].set_visible(False)
+        panel.legend(frameon=False, loc="lower right", fontsize="small")
+    panels[0][0].set_ylabel("members found")
+    figure.tight_layout()
+    path = Path(path)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    return path

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dpllm import registry
 from dpllm.cli.audit import CanariesFile, Model, Plain, Reference, RunFolder
 from dpllm.cli.common import AsJson, Overrides, command, show, show_json, show_table
 from dpllm.config import RECIPE_FILE, ConfigError, load_recipe
@@ -17,7 +16,6 @@ from dpllm.methods.queries.command import query_command
 
 if TYPE_CHECKING:
     from dpllm.methods.attacks.answers import Trials
-    from dpllm.methods.queries.probe import Probe
     from dpllm.privacy.plan import PrivacyPlan
     from dpllm.privacy.query_plan import QueryPlan
 
@@ -33,7 +31,7 @@ def attack(
         typer.Option(help="A model that saw none of the records; default: the start of the training."),
     ] = None,
     records: Annotated[int, typer.Option(help="Most members and held-out records; an FPR of 0.1 % needs 1000.")] = 1000,
-    shadows: Annotated[int, typer.Option(help="Run LiRA with so many shadow adapters, trained here.")] = 0,
+    shadows: Annotated[int, typer.Option(help="Number of shadow adapters that LiRA trains; 0: no LiRA.")] = 0,
     shadow_epochs: Annotated[float, typer.Option(help="Passes of a shadow over its half of the records.")] = 4.0,
     extract: Annotated[int, typer.Option(help="Texts sampled per kind of prompt; 0: no extraction.")] = 200,
     span: Annotated[
@@ -42,7 +40,7 @@ def attack(
     prefix: Annotated[
         int,
         typer.Option(
-            help="Target tokens of a record given before it must be continued.", rich_help_panel="of extraction"
+            help="Target tokens of a record that the model gets before it continues.", rich_help_panel="of extraction"
         ),
     ] = 10,
     new_tokens: Annotated[
@@ -57,23 +55,23 @@ def attack(
     word: Annotated[
         str, typer.Option(help="The word that one kind of prompt repeats.", rich_help_panel="of extraction")
     ] = "company",
-    seed: Annotated[int, typer.Option(help="Of the draws of records, samples and shadows.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the draws of records, samples and shadows.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Membership attacks on a finished model, and extraction of its records.
 
-    The share of members found is printed beside the share that the ledger allows for any attack. Results also go to
+    It prints the share of members found, and the share that the ledger allows for any attack. Results also go to
     attacks.json and attacks.png in the folder: they come from private records, and ε does not cover them.
     """
     from rich.console import Console
 
-    from dpllm.methods.attacks.attack_figure import plot_attacks
     from dpllm.methods.attacks.attacks import (
         PICTURE_FILE,
         AttackSettings,
         attack_facts,
         attack_folder,
         attack_tables,
+        plot_attacks,
     )
     from dpllm.methods.attacks.extraction import ExtractionSettings
     from dpllm.methods.attacks.lira import ShadowTraining
@@ -138,30 +136,6 @@ def exposure(
     show(found.to_dict(), [("exposure", str(found))], f"Exposure in {run_folder}", as_json)
 
 
-PROBES = {
-    "label counts": "dpllm.methods.queries.probe:count_probe",
-    "synthetic text": "dpllm.methods.queries.probe:count_probe",  # its own charge, if any, is that of counts
-    "private evolution": "dpllm.methods.evolve.probe:vote_probe",
-    "predicted text": "dpllm.methods.predict.probe:token_probe",
-    "public labels by PATE": "dpllm.methods.pate.probe:vote_probe",
-    "public completions by PATE": "dpllm.methods.pate.probe:completion_probe",
-    "answers of groups": "dpllm.methods.aggregate.probe:group_probe",
-}
-"""Method of a plan -> place of the function that makes its probe."""
-
-
-def probe_of(plan: QueryPlan) -> Probe:
-    """Return the probe of a plan's method.
-
-    Raises:
-        ConfigError: it has none.
-    """
-    if plan.method not in PROBES:
-        raise ConfigError(f"there is no audit of {plan.method!r} yet; there is one of {', '.join(PROBES)}")
-    probe: Probe = registry.load(PROBES[plan.method])(plan)
-    return probe
-
-
 @command("dpllm methods answers label_counts --trials 4000", "dpllm methods answers runs/counts")
 def answers(
     target: Annotated[
@@ -173,8 +147,8 @@ def answers(
         ),
     ],
     overrides: Overrides = None,
-    trials: Annotated[int, typer.Option(help="Each with all answers of the plan and its own coin.")] = 1000,
-    confidence: Annotated[float, typer.Option(help="At which a sound installation passes.")] = 0.95,
+    trials: Annotated[int, typer.Option(help="Number of trials, each with all answers of the plan.")] = 1000,
+    confidence: Annotated[float, typer.Option(help="Confidence with which a sound installation passes.")] = 0.95,
     output: Annotated[
         Path | None, typer.Option(help="Folder for audit.json and audit.png. Default: FOLDER.", show_default=False)
     ] = None,
@@ -214,11 +188,10 @@ def _asked(plan: QueryPlan | PrivacyPlan, trials: int, on_trial: Callable[[], No
         ConfigError: there is no audit of the plan's method.
     """
     from dpllm.methods.attacks.answers import run_rounds, run_trials
+    from dpllm.methods.attacks.probes import CANARY, RoundProbe, probe_of, small_federation
     from dpllm.privacy.query_plan import QueryPlan
 
     if not isinstance(plan, QueryPlan):
-        from dpllm.methods.federated.probe import CANARY, RoundProbe, small_federation
-
         return run_rounds(small_federation(plan, trials), RoundProbe, trials, on_trial), CANARY
     probe = probe_of(plan)
     return run_trials(plan, probe, trials, on_trial), probe.canary
@@ -248,7 +221,7 @@ def _plan_of_folder(folder: Path, overrides: list[str] | None) -> QueryPlan | Pr
 
 def _plan_of_recipe(recipe: str, overrides: list[str]) -> QueryPlan | PrivacyPlan:
     if "federated" in read_raw(recipe, overrides):
-        from dpllm.methods.federated.probe import plan_of_recipe
+        from dpllm.methods.attacks.probes import plan_of_recipe
 
         typer.echo("note: reading the records, for the number of clients", err=True)
         return plan_of_recipe(load_recipe(recipe, overrides))
@@ -278,10 +251,8 @@ def texts(
     """
     from rich.console import Console
 
-    from dpllm.methods.attacks.exposure import Exposure
-    from dpllm.methods.attacks.texts import audit_texts
-    from dpllm.methods.synthesize.overlap import longest_runs
-    from dpllm.methods.synthesize.texts import read_texts
+    from dpllm.methods.attacks.exposure import Exposure, audit_texts
+    from dpllm.methods.synthesize.evaluation import longest_runs, read_texts
 
     with Console(stderr=True).status("searching the texts"):
         released = read_texts(folder).texts

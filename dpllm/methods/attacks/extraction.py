@@ -1,15 +1,15 @@
 """Extraction: text of a model that is word for word in its training data.
 
-Place in the flow: beside `membership`. Two measures:
+Two measures:
 
 * *Samples*: the model writes without a prompt, after prompts, or after one word repeated many times (the divergence
   attack of Nasr et al., arXiv:2311.17035); spans of n tokens that are in the training rows are counted. Spans that are
-  also in held-out text are counted separately, and so are those that are only in held-out text: any model of the
-  language writes them. Only an excess over these is memory.
+  also or only in held-out text are counted separately: any model of the language writes them. Only an excess over these
+  is memorisation.
 * *Prefixes*: the model continues the beginning of a record (discoverable memorisation; Carlini et al.,
-  arXiv:2202.07646). Counted is how often the next n tokens are the record's own, for members and for non-members.
+  arXiv:2202.07646). It counts how often the next n tokens are those of the record, for members and for non-members.
 
-A private model can also write training spans: those that many records share.
+A private model can also write spans of training rows: those that many records share.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SEPARATOR = -1  # between rows: no token
 
 @dataclass(frozen=True, kw_only=True)
 class ExtractionSettings:
-    """How text is sampled from the model, and the length of a verbatim span."""
+    """Settings of the sampling, and the length of a verbatim span."""
 
     num_samples: int = 200
     """Samples per kind of prompt."""
@@ -74,10 +74,6 @@ class ExtractionSettings:
 
 class SpanIndex:
     """All spans of n tokens of some rows; no span crosses from one row into another.
-
-    Args:
-        rows: token ids of each row.
-        span: n.
 
     >>> SpanIndex([[1, 2, 3, 4], [5, 6]], span=2).find([9, 2, 3, 4, 5, 6]).tolist()
     [False, True, True, False, True]
@@ -171,13 +167,6 @@ def sample_hits(
 ) -> SampleHits:
     """Count the verbatim spans of sampled texts.
 
-    Args:
-        prompts: name of the kind of prompt.
-        texts: token ids that the model wrote, without the prompts.
-        training: spans of the training rows.
-        thinned: spans of a subset of them.
-        held_out: spans of held-out text.
-
     >>> held_out = SpanIndex([[3, 4, 5]], span=2)
     >>> training = SpanIndex([[1, 2, 3, 4]], span=2)
     >>> sample_hits("nothing", [[1, 2, 3, 4, 5], [7, 8]], training, training, held_out).to_dict()
@@ -212,13 +201,6 @@ def sampled_extraction(
 
     The kinds are: only the token that begins a text; the prompts of training records and of held-out ones, if records
     have prompts; one word repeated many times.
-
-    Args:
-        model: a causal language model, on its device.
-        tokenizer: its own.
-        training: tokenized rows that were trained on.
-        held_out: tokenized rows that were not.
-        settings: settings of the extraction.
 
     Raises:
         AuditError: the tokenizer has no token to begin with; the model's context is too short for a span.
@@ -266,14 +248,7 @@ def prefix_extraction(
     rows_of: Mapping[str, datasets.Dataset],
     settings: ExtractionSettings,
 ) -> list[PrefixHits]:
-    """Give the model the prompt of a record and its first target tokens, and compare its text with the record.
-
-    Args:
-        model: a causal language model, on its device.
-        tokenizer: its own.
-        rows_of: name -> tokenized rows; "members" and "non-members".
-        settings: `prefix` and `span` are used.
-    """
+    """Let the model continue a record after its first target tokens, and compare the text with the record."""
     found = []
     for name, rows in rows_of.items():
         prompts, wanted = [], []

@@ -1,12 +1,12 @@
 """The likelihood ratio attack (LiRA; Carlini et al., arXiv:2112.03570) with shadow adapters.
 
-Place in the flow: beside `membership`, which needs no training. K shadow models are fine-tuned without privacy from the
+K shadow models are fine-tuned without privacy from the
 starting weights of the attacked model, each on a random half of the attacked records. A record's confidences under the
-models that saw it form one Gaussian, those under the other models a second one. The score is the log-likelihood ratio
-of the attacked model's confidence under the two.
+models that saw it form one Gaussian, and those under the other models a second one. The score is the log-likelihood
+ratio of the attacked model's confidence under the two.
 
-Shadows are LoRA adapters: they are cheap, and close enough to a fully fine-tuned target to rank records. The closer
-their training is to the target's, the stronger is the attack.
+Shadows are LoRA adapters: they are cheap, and close enough to a fully fine-tuned target to rank records. The attack is
+stronger the closer their training is to the target's.
 
 Shape suffixes: K shadows, R records.
 """
@@ -143,7 +143,7 @@ def _spread(values_KR: Floats, chosen_KR: NDArray[np.bool_]) -> tuple[Floats, Fl
 
 
 def _variance(square_R: Floats, degrees_R: Floats, num_shadows: int) -> Floats:
-    """Return each record's own variance, or one for all; if none is known, 1, which does not change the ranking."""
+    """Return each record's own variance, or one for all records; 1 if unknown, which does not change the ranking."""
     if num_shadows >= OWN_VARIANCE and degrees_R.min() > 0:
         return np.maximum(square_R / degrees_R, 1e-12)
     degrees, squares = float(degrees_R.sum()), float(square_R.sum())
@@ -218,5 +218,5 @@ def _train(model: Any, rows: datasets.Dataset, collator: RowCollator, training: 
 
 
 def copies_of(base: Any) -> Callable[[], Any]:
-    """Return a start for `shadow_confidences`: a function that copies a loaded model each time."""
+    """Return a function that copies a loaded model, for `shadow_confidences`."""
     return lambda: copy.deepcopy(base)

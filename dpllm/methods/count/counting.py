@@ -1,8 +1,7 @@
 """Noisy counts of public classes: `dpllm methods count`.
 
-Place in the flow: a method of private release, on `dpllm.methods.queries.run`. A unit has at most k rows, so without it
-the counts move by at most k in l2 norm: all of its rows may have one class. Replacing it by another unit moves k rows
-from one class to another, and the counts by at most k√2.
+A unit has at most k rows, which may all have one class, so removing it changes the counts by at most k in l2 norm.
+Replacing it by a different unit moves k rows from one class to another, which changes the counts by at most k√2.
 """
 
 from __future__ import annotations
@@ -24,13 +23,12 @@ from dpllm.data.units import UnitIndex
 from dpllm.mechanism.events import Event
 from dpllm.mechanism.query import Query
 from dpllm.mechanism.sampling import secret_rng
-from dpllm.methods.queries.planned import QueryCommand, begin_from, plan_from
-from dpllm.methods.queries.run import QueryRun
+from dpllm.methods.queries.run import QueryCommand, QueryRun, begin_from, plan_from
 from dpllm.privacy.query_plan import QueryPlan
 
 METHOD = CHARGE = "label counts"
 REPLACED = math.sqrt(2)
-"""The largest change of the counts by replacing a unit, over that by removing one."""
+"""The largest change of the counts when a unit is replaced, over that when one is removed."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +43,10 @@ class LabelledUnits:
     """The rows of each unit, at most k."""
 
     def exact_counts(self) -> list[int]:
-        """Return the number of rows of each class. Private: never print or save it.
+        """Count the rows of each class. The result is private: never print or save it.
 
         Raises:
-            DataError: a row has a label that is no class; the message names the row and not the label.
+            DataError: the label of a row is not one of the classes; the message gives the row, not the label.
         """
         numbers = {name: number for number, name in enumerate(self.classes)}
         numbers_of: Counter[int] = Counter()
@@ -58,7 +56,7 @@ class LabelledUnits:
             if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < len(self.classes):
                 raise DataError(
                     f"row {int(row)} has a label that is none of the {len(self.classes)} classes in data.class_names: "
-                    "list every class that may occur, or mend the row. Nothing was charged"
+                    "list every class that may occur, or correct the row. Nothing was charged"
                 )
             numbers_of[number] += 1
         return [numbers_of[number] for number in range(len(self.classes))]
@@ -66,9 +64,6 @@ class LabelledUnits:
 
 def read_units(recipe: QueryRecipe) -> LabelledUnits:
     """Return the labels of a recipe's records.
-
-    Args:
-        recipe: with ``data.class_names`` and ``data.columns.label``.
 
     Raises:
         ConfigError: no classes are named.
@@ -91,11 +86,7 @@ def read_units(recipe: QueryRecipe) -> LabelledUnits:
 
 
 def plan_count(recipe: QueryRecipe, units: LabelledUnits) -> QueryPlan:
-    """Return the plan of the counts.
-
-    Args:
-        recipe: of the run.
-        units: as `read_units` returns them; of them only N is used.
+    """Plan the counts; of the units only N is used.
 
     Raises:
         ValueError: δ or the target ε is out of range.
@@ -120,18 +111,13 @@ def plan_count(recipe: QueryRecipe, units: LabelledUnits) -> QueryPlan:
 
 
 def charge_and_count(run: QueryRun, units: LabelledUnits, counts: Sequence[int]) -> dict[str, int]:
-    """Charge the counts, and return them with noise, for a run of any method with the charge "label counts".
-
-    Args:
-        run: its plan has this charge, with the event of `plan_count`.
-        units: the units.
-        counts: as `LabelledUnits.exact_counts` returns them.
+    """Charge the counts and return them with noise, for a run whose plan has the charge of `plan_count`.
 
     Returns:
-        The noisy number of rows of each class: whole, never negative.
+        The noisy number of rows of each class, a whole number of at least 0.
 
     Raises:
-        ValueError: the charge is not planned, or was spent.
+        ValueError: the plan lacks the charge, or it is used up.
     """
     event = run.plan.charge(CHARGE).event
     run.charge(CHARGE)
@@ -140,15 +126,10 @@ def charge_and_count(run: QueryRun, units: LabelledUnits, counts: Sequence[int])
 
 
 def count_labels(recipe: QueryRecipe, units: LabelledUnits, plan: QueryPlan) -> dict[str, int]:
-    """Carry out the run of a recipe, and return the released counts.
-
-    Args:
-        recipe: of the run.
-        units: as `read_units` returns them.
-        plan: as `plan_count` returns it.
+    """Run a recipe and return the released counts.
 
     Raises:
-        ValueError: the folder holds a run, or the budget does not allow this one; nothing is charged then.
+        ValueError: the folder already holds a run, or the budget is too small. Nothing is charged then.
     """
     exact = units.exact_counts()  # an unknown label ends the run before anything is charged
     with begin_from(recipe, plan, results=[recipe.options.file]) as run:

@@ -1,10 +1,8 @@
-"""Federated learning: clients keep their records, and a server gets noisy sums of the changes of their weights.
+"""Federated learning, simulated: clients keep their records, and a server gets noisy sums of the changes of weights.
 
-Place in the flow: `dpllm.methods.federated.run` is the program of `dpllm methods federated`. A round is a step of the
-plan: a Poisson cohort of clients (`rounds`), each of which trains from the weights of the server (`participant`,
-`local`), bounds its change and sends it. Either a trusted server adds the noise of the round, or each client adds a
-share of it (`shares`) and secure aggregation shows the server only the sum (`secure`). Messages travel through a
-`transport`.
+A round is a step of the plan: a Poisson cohort of clients, each of which trains from the weights of the server, bounds
+its change and sends it (`client`). Either a trusted server adds the noise of the round, or each client adds a share of
+it (`distributed`), for secure aggregation. `run` is the program of `dpllm methods federated`.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from dpllm.registry import Method
 
 METHOD = Method(
     name="federated",
-    section="dpllm.methods.federated.section:FederatedConfig",
+    section="dpllm.methods.sections:FederatedConfig",
     beside_train=True,
     events=("dpllm.methods.federated.distributed:DistributedStep",),
     noises=("dpllm.methods.federated.distributed:DistributedNoise",),

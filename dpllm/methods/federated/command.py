@@ -19,8 +19,8 @@ def federated(
 
     The clients are simulated, and each has the records of one user and its own guarantee. A trusted server adds the
     noise of a round, or with privacy.noise=distributed every client adds a share of it, and secure aggregation shows
-    the server only the sum. Ctrl-C ends the run after the current round, with the model and its report; it is not
-    resumed.
+    the server only the sum. Ctrl-C ends the run after the current round, with the model and its report; a run cannot
+    be resumed.
     """
     typer.echo(
         f"dpllm {dpllm.__version__}: federated training of {recipe_file(recipe)}"

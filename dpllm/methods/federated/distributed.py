@@ -1,8 +1,7 @@
-"""Noise that clients add before secure aggregation, enough although some of them drop out; and its accounting.
+"""Noise that clients add before secure aggregation, sufficient even if some of them drop out; and its accounting.
 
-Place in the flow: beside `discrete`; the noise "distributed" of federated runs (`dpllm.methods.federated`). No client
-and no server adds the noise of a round: each client of the cohort adds a share of it to its own whole numbers, and
-secure aggregation shows the server only the sum of those who survive.
+No client and no server adds the noise of a round alone: each client of the cohort adds a share of it to its own whole
+numbers, and secure aggregation shows the server only the sum of the survivors' numbers.
 
 **Mechanism.** Let C be the clip norm, n the fewest survivors, σ the noise multiplier, s = 2^16 and γ = σC / (s √n), the
 step of the grid. A client scales its update to the norm C - γ √d / 2 or less (d entries), rounds it to multiples of γ,
@@ -26,7 +25,8 @@ A round that is given up stays charged.
 
 **Who is protected from whom.** ε counts on the secrecy of the draw. The server draws the cohort and so knows it;
 clients of one cohort see the others' public keys. Against them a round is not sampled: `against_the_server` is its
-event. Secure aggregation itself is a matter of cryptography, for a server that follows the protocol.
+event. Secure aggregation itself is a matter of cryptography, for a server that follows its protocol; the simulation
+assumes it.
 """
 
 from __future__ import annotations
@@ -87,14 +87,14 @@ class DistributedStep(DiscreteStep):
 
     @property
     def without_truncation(self) -> DiscreteStep:
-        """The same round if it were never truncated or given up."""
+        """The same round without truncation and without giving up."""
         names = {item.name for item in dataclasses.fields(DiscreteStep)}
         kept: dict[str, Any] = {name: getattr(self, name) for name in names - {"num_units", "max_batch_size"}}
         return DiscreteStep(**kept)
 
     @property
     def against_the_server(self) -> DiscreteStep:
-        """The same round for somebody who knows the cohort: everybody is in it."""
+        """The same round as seen by somebody who knows the cohort: without sampling."""
         return dataclasses.replace(self.without_truncation, sampling_rate=1.0)
 
     def words(self) -> EventWords:
@@ -122,7 +122,8 @@ class DistributedNoise(DiscreteNoise):
     dropouts: float = 0.3
     """ρ, declared: the largest share of clients, on average over them, that do not answer in a round."""
     min_batch_size: int | None = None
-    """n, the fewest survivors of a round that is not given up. None: the most that are missed hardly ever."""
+    """n, the fewest survivors of a round that is not given up. None: the most that a run misses with probability
+    1e-7/N."""
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -180,7 +181,7 @@ class DistributedNoise(DiscreteNoise):
         )
 
     def stream(self, generator: Normals, num_steps: int) -> NoReturn:
-        """Refuse noise in one place.
+        """Refuse to add the noise centrally.
 
         Raises:
             ValueError: always.
@@ -210,9 +211,8 @@ class DistributedNoise(DiscreteNoise):
         )
         secure = (
             "The server sees only the sum of a round",
-            "secure aggregation with pairwise masks modulo 2^64 (Bonawitz et al., CCS 2017), for a server that "
-            "follows the protocol: a matter of cryptography, not of ε. A simulation runs the protocol in one process, "
-            "which sees everything",
+            "assumed of a deployment, by secure aggregation (Bonawitz et al., CCS 2017): a matter of cryptography, not "
+            "of ε. A simulation adds up the clients' numbers modulo 2^64 in one process, which sees everything",
         )
         return [sampling, noise, dropouts, secure]
 
@@ -221,7 +221,7 @@ def check_dropouts(value: object) -> None:
     """Check a share of clients.
 
     Raises:
-        ValueError: it is no number from 0 to below 1.
+        ValueError: it is not a number in [0, 1).
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
         raise ValueError(f"noise.dropouts must be a number from 0 to below 1, got {value!r}: such as 0.3")

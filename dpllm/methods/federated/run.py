@@ -1,59 +1,53 @@
-"""The program of `dpllm methods federated`: from a recipe to the model and its report, with simulated clients.
+"""A federated run at the server: from a recipe over its rounds to the model and its report, with simulated clients.
 
-Place in the flow: above the rounds. It reads the records as `dpllm.training.finetune` does, and gives each client those
-of one user.
+A round is a step of the plan: draw a cohort, charge, ask, add up, add noise, update. It is charged before a client is
+asked, whether or not it is given up later. The records are read as `dpllm.training.finetune` does, and each client has
+those of one user.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase, TrainingArguments, get_scheduler
 
-from dpllm.config import RECIPE_FILE, ConfigError, Recipe, save_recipe
+from dpllm.config import RECIPE_FILE, ConfigError, PrivacyConfig, Recipe, save_recipe
 from dpllm.data.records import contents_of
 from dpllm.data.rows import RowCollator, load_train_and_eval, tokenize_records, unit_index_of
 from dpllm.data.shared_records import refuse_private_parts
 from dpllm.data.units import UnitIndex
 from dpllm.engines.processes import Processes
 from dpllm.mechanism.catalogue import noise_of
+from dpllm.mechanism.generators import NoiseSource
 from dpllm.mechanism.parts import Spec
 from dpllm.mechanism.sampling import secret_rng
-from dpllm.methods.federated.distributed import DistributedNoise
-from dpllm.methods.federated.local import LocalTraining, SharedWeights
-from dpllm.methods.federated.participant import Participant
-from dpllm.methods.federated.rounds import (
-    GIVEN_UP,
-    TOO_MANY_LEFT,
-    Rounds,
-    answers_of_a_round,
-    is_secure,
-    require_federated,
-    require_rounds,
-    words_about_the_server,
-)
-from dpllm.methods.federated.section import FederatedConfig
-from dpllm.methods.federated.transport import Clients, DroppingOut, InMemory
+from dpllm.methods.federated.client import Clients, LocalTraining, SharedWeights, Shares, is_secure
+from dpllm.methods.federated.distributed import DistributedNoise, DistributedStep
+from dpllm.methods.sections import FederatedConfig
 from dpllm.models.load import load_base_model, prepare_model
 from dpllm.models.starting_point import check_start
+from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.budget import require_room
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.plan import PrivacyPlan, format_plan, make_plan
+from dpllm.privacy.rounding import up
 from dpllm.privacy.run_folder import COMPLETED, is_used, note_release, snapshot
 from dpllm.report.definition import FEDERATED, SECURE, TRUSTED, WHO_SEES
 from dpllm.report.disclosures import HELD_OUT
 from dpllm.report.release_notes import keep_utility
 from dpllm.report.statement import MARKDOWN_FILE, write_report
 from dpllm.training.arguments import training_arguments
-from dpllm.training.evaluation import HeldOut, HeldOutRows, Measurement, figure_words
+from dpllm.training.draws import Charges, Draws
+from dpllm.training.evaluation import Measurement, figure_words
 from dpllm.training.finetune import Start, add_sources, console, evaluated, noted, public_start, show
 from dpllm.training.ledger_notes import PrivateSources, note_data, note_units
 from dpllm.training.preflight import PLAIN, check_recipe
@@ -63,34 +57,167 @@ from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.signals import StopRequest, exit_code
 from dpllm.training.trainer_outputs import StartingModel
 
+GIVEN_UP = "rounds given up because too few clients answered; each stays charged"
+"""The diagnostic of that name."""
+TOO_MANY_LEFT = (
+    "A round was given up, because too few clients answered. With the dropouts that the plan declares this almost "
+    "never happens: δ counts on it. Find out how many clients left on average. If it was a larger share than "
+    "declared, or if leaving depended on the records or on the draw, this ε and δ do not hold."
+)
+"""The open point of a run with such rounds."""
+
+
+def require_federated(plan: PrivacyPlan | PrivacyConfig) -> None:
+    """Refuse a plan, or a privacy section, that federated rounds cannot guarantee.
+
+    Raises:
+        ConfigError: its units are not clients or are not drawn as a whole, its clipping or noise is of an unsupported
+            kind, or its random numbers are not secret.
+    """
+    unit = plan.protects if isinstance(plan, PrivacyConfig) else plan.unit
+    if unit != "user" or plan.sampling != "unit":
+        raise ConfigError(
+            f"a federated run protects clients, and the plan has unit={unit!r} and sampling={plan.sampling!r}: "
+            "set data.columns.unit to the column of the client's id, and leave sampling out"
+        )
+    clipping, noise = Spec.of(plan.clipping).kind, Spec.of(plan.noise).kind
+    if clipping != "flat" or noise not in ("independent", "distributed"):
+        raise ConfigError(
+            f"a federated run has no {clipping!r} clipping with {noise!r} noise: leave "
+            "privacy.clipping out, and set privacy.noise to independent (a trusted server) or distributed (secure "
+            "aggregation)"
+        )
+    seeded = plan.seeded if isinstance(plan, PrivacyPlan) else plan.seed is not None
+    if seeded or plan.selection is not None:
+        raise ConfigError(
+            "a federated run takes cohorts and noise from the operating system, and is released by itself: leave "
+            "privacy.seed and privacy.selection out"
+        )
+
+
+def against_the_server(plan: PrivacyPlan) -> float:
+    """Return ε of the noisy sums against somebody who knows the cohorts, for a client in every round."""
+    event = plan.event
+    assert isinstance(event, DistributedStep)
+    return epsilon([(event.against_the_server, plan.num_steps)], plan.delta)
+
+
+def words_about_the_server(plan: PrivacyPlan) -> str:
+    """Describe who sees what, for the ledger."""
+    words = "in this simulation one process sees the records of all clients. In a deployment of its rounds "
+    if not is_secure(plan):
+        return words + (
+            "a trusted server sees the bounded update of each client of a cohort and adds the noise; ε protects from "
+            "those who see the weights that it sends out or releases"
+        )
+    return words + (
+        "the server sees the sum of a round with the noise of its clients, and no single update (secure aggregation). "
+        "It knows the cohorts, and so do their members: for them no sampling hides a client, and for one in all "
+        f"{plan.num_steps} rounds ε is at most {up(against_the_server(plan))} at the same δ"
+    )
+
+
+def require_rounds(plan: PrivacyPlan, clients: Clients, weights: SharedWeights) -> None:
+    """Refuse rounds that would not have the guarantee of the plan.
+
+    Raises:
+        ConfigError: the plan is not that of a federated run, or its number of clients is different.
+        ValueError: the model is too large for the grid of secure aggregation.
+    """
+    require_federated(plan)
+    if clients.num_clients != plan.num_units:
+        raise ConfigError(
+            f"{clients.num_clients} clients exist, and the plan has N = {plan.num_units}: the sampling rate would "
+            "be different. Make the plan for the fixed, public number of clients"
+        )
+    if is_secure(plan):
+        Shares.of(plan).require_entries(max(weights.size(weights.of_round(number)) for number in (0, 1)))
+
+
+class Rounds:
+    """Computes the rounds of a run.
+
+    Guarantee: each round has a truncated Poisson cohort from 256 bits of the operating system, over all N clients, and
+    is charged before anybody is asked. The sum of updates of norm at most C gets noise of deviation σC or more, and is
+    divided by the public b, never by the number of answers.
+
+    Raises:
+        ConfigError: the plan is not that of a federated run, or its number of clients is different.
+        ValueError: the model is too large for the grid of secure aggregation.
+    """
+
+    def __init__(
+        self,
+        plan: PrivacyPlan,
+        ledger: Charges,
+        clients: Clients,
+        weights: SharedWeights,
+        optimizer: torch.optim.Optimizer,
+        schedule: Any = None,
+    ) -> None:
+        """Check the plan, before anything is charged."""
+        require_rounds(plan, clients, weights)
+        self._plan, self._ledger, self._clients, self._weights = plan, ledger, clients, weights
+        self._optimizer, self._schedule = optimizer, schedule
+        self._shares = Shares.of(plan) if is_secure(plan) else None
+        self._draws = Draws(plan, ledger, Processes(), plan.mechanism.sampler.steps(secret_rng()))
+        self._noise = None
+        if not plan.mechanism.noise.tensors_kept and self._shares is None:
+            self._noise = plan.mechanism.noise.stream(NoiseSource(randomness=plan.randomness), plan.num_steps)
+
+    def take(self) -> bool:
+        """Compute the next round; return whether it changed the weights. False: it was given up, and stays charged.
+
+        Raises:
+            ValueError: the plan has no round left.
+            LedgerError: the round cannot be charged; no client was asked.
+        """
+        number = self._ledger.num_steps
+        drawn, _ = self._draws.take(self._draws.next(), mode="", error=None)
+        names = self._weights.of_round(number)
+        answers = self._clients.answers(drawn.tolist(), self._weights.read(), number)
+        total = self._secure(answers) if self._shares else self._trusted(answers, number, self._weights.size(names))
+        if total is not None:
+            mean = total / self._plan.expected_batch_size
+            for name, part in self._weights.divide(-mean, names).items():
+                parameter = self._weights.parameters([name])[name]
+                parameter.grad = part.to(parameter)
+            self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
+        if self._schedule is not None:
+            self._schedule.step()
+        return total is not None
+
+    def _trusted(self, updates: dict[int, NDArray[Any]], number: int, size: int) -> NDArray[np.float64]:
+        """Return the sum of the bounded updates, (size,), with the noise of the round."""
+        assert self._noise is not None
+        noisy = torch.from_numpy(sum(updates.values(), np.zeros(size)))
+        self._noise.begin(number)
+        self._noise.add_share_("the sum of the updates", noisy, self._plan.noise_stddev, rank=0, size=1)
+        return noisy.numpy()
+
+    def _secure(self, vectors: dict[int, NDArray[Any]]) -> NDArray[np.float64] | None:
+        """Return the sum of the survivors' vectors, which hold the noise; None: there were too few."""
+        event = self._plan.event
+        assert self._shares is not None and isinstance(event, DistributedStep)
+        if len(vectors) < event.min_batch_size:
+            return None
+        return self._shares.read(functools.reduce(np.add, vectors.values()))  # modulo 2^64
+
+
 TRAIN_KEYS = (
     *("output_dir", "max_steps", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
     *("per_device_train_batch_size", "disable_tqdm"),
 )
-"""The keys of ``train`` that a federated run has: rounds, the server's learning rate, and rows of a client's step."""
+"""The keys of ``train`` that a federated run reads: rounds, the server's learning rate, rows of a client's step."""
 _STOP = "finishing this round, then saving the model and its privacy report"
 
 
-@dataclass(frozen=True)
-class Records:
-    """The private records, the held-out ones, and the clients.
-
-    Attributes:
-        train: the records of all clients.
-        held_out: None: there are none.
-        plan: of the run.
-    """
-
-    train: datasets.Dataset
-    held_out: datasets.Dataset | None
-    plan: PrivacyPlan
-
-
 def check_federated(recipe: Recipe) -> TrainingArguments:
-    """Check a recipe before anything is read; return the arguments of ``train``.
+    """Check a recipe before any record is read; return the arguments of ``train``.
 
     Raises:
-        ConfigError: it is not a recipe of a federated run, or has options that such a run does not have.
+        ConfigError: it is not the recipe of a federated run, or sets options that such a run does not support.
     """
     section: FederatedConfig | None = recipe.beside.get("federated")
     if section is None:
@@ -112,8 +239,8 @@ def check_federated(recipe: Recipe) -> TrainingArguments:
     given = [name for name, value in others.items() if value]
     if given or recipe.model.task != "causal_lm":
         raise ConfigError(
-            f"a federated run does not have {given[0] if given else f'model.task={recipe.model.task}'}: its clients "
-            "train a causal language model in the plain way. Leave it out"
+            f"a federated run does not support {given[0] if given else f'model.task={recipe.model.task}'}: its clients "
+            "train a causal language model without it. Leave it out"
         )
     require_federated(recipe.privacy)
     noise = noise_of(Spec.of(recipe.privacy.noise))
@@ -126,8 +253,10 @@ def check_federated(recipe: Recipe) -> TrainingArguments:
     return training_arguments({**PLAIN, **recipe.train})
 
 
-def read(recipe: Recipe, args: TrainingArguments, phases: Phases) -> Records:
-    """Read the records, and compute and print the plan: clients are users, and rounds are steps."""
+def read(
+    recipe: Recipe, args: TrainingArguments, phases: Phases
+) -> tuple[datasets.Dataset, datasets.Dataset | None, PrivacyPlan]:
+    """Return the records of all clients, the held-out ones and the plan; print the plan. Clients are users."""
     phases.begin("reading the records")
     train, held_out = load_train_and_eval(recipe.data, recipe.privacy)
     refuse_private_parts(recipe, train, held_out)
@@ -138,7 +267,7 @@ def read(recipe: Recipe, args: TrainingArguments, phases: Phases) -> Records:
     require_federated(plan)
     phases.end()
     show("privacy plan", [*format_plan(plan), ("who sees what", words_about_the_server(plan))])
-    return Records(train, held_out, plan)
+    return train, held_out, plan
 
 
 def run(recipe: Recipe) -> int:
@@ -150,93 +279,57 @@ def run(recipe: Recipe) -> int:
     phases = Phases(console, bars=not recipe.train.get("disable_tqdm"))
     phases.begin("checking the recipe", "options, model and output folder")
     args = check_federated(recipe)
-    refuse_used(Path(str(args.output_dir)))
-    records = read(recipe, args, phases)
+    if is_used(Path(str(args.output_dir)) / LEDGER_FILE):
+        raise ValueError(
+            f"{args.output_dir} already holds a private run, and a federated run is not resumed: set train.output_dir "
+            "to another folder. The rounds of the first run stay charged"
+        )
+    train, private_held_out, plan = read(recipe, args, phases)
     if recipe.privacy.budget_file:
-        require_room(recipe.privacy.budget_file, records.plan, str(recipe.privacy.dataset))
-    start = public_start(recipe, records.train, records.held_out, None, False, phases)
+        require_room(recipe.privacy.budget_file, plan, str(recipe.privacy.dataset))
+    start = public_start(recipe, train, private_held_out, None, False, phases)
     phases.begin("loading the model, tokenizing the records")
     model = prepare_model(load_base_model(start.model, start.tokenizer, None), recipe.model)
-    rows, units = rows_of_clients(recipe, records.train, start.tokenizer)
-    server = Server(recipe, args, records.plan, model, start)
-    server.held_out = held_out_of(recipe, records.held_out, start.tokenizer)
+    rows, units = rows_of_clients(recipe, train, start.tokenizer)
+    collator = RowCollator(pad_token_id=_padding(start.tokenizer))
+    held_out = None
+    if private_held_out:
+        held_out_rows = tokenize_records(private_held_out, start.tokenizer, recipe.data)
+        held_out = HeldOut(HeldOutRows(private_held_out, held_out_rows, collator, recipe.data, start.tokenizer))
+    server = Server(recipe, args, plan, model, start, held_out)
 
     def note(ledger: SharedLedger) -> None:
         note_units(ledger, units)
         note_data(ledger, rows, units, recipe.privacy)
         sources = PrivateSources()
-        add_sources(sources, recipe, start, records.train, records.held_out)
-        sources.note(ledger, model, records.plan)
-        if (contents := contents_of(records.train)) is not None:
+        add_sources(sources, recipe, start, train, private_held_out)
+        sources.note(ledger, model, plan)
+        if (contents := contents_of(train)) is not None:
             ledger.remember_records(contents)
 
     def rows_of(client: int) -> list[Any]:
         numbers, _ = units.rows_of(np.array([client]))
         return list(rows.select(numbers))
 
-    participant = participant_of(recipe, args, records.plan, copy.deepcopy(model), start.tokenizer, rows_of)
-    clients = InMemory(records.plan.num_units, participant.answer)
-    return server.carry_out(server.with_dropouts(clients), phases, note)
+    federate, own = section_of(recipe), copy.deepcopy(model)
+    weights = SharedWeights(own, federated.lora)
+    training = LocalTraining(own, weights, collator, federate, args.per_device_train_batch_size)
+    clients = Clients(plan, training, rows_of, federated.simulated_dropouts)
+    return server.carry_out(clients, phases, note)
 
 
 def rows_of_clients(
     recipe: Recipe, records: datasets.Dataset, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[datasets.Dataset, UnitIndex]:
-    """Return the rows of records, and which of them are of each client: a long record may become several rows."""
+    """Return the rows of records and the rows of each client: a long record may become several rows."""
     rows = tokenize_records(records, tokenizer, recipe.data, [str(recipe.privacy.unit)])
     return rows, unit_index_of(rows, recipe.privacy, secret_rng())
-
-
-def refuse_used(folder: Path) -> None:
-    """Refuse a folder with a run.
-
-    Raises:
-        ValueError: it holds one; a federated run is not resumed.
-    """
-    if is_used(folder / LEDGER_FILE):
-        raise ValueError(
-            f"{folder} already holds a private run, and a federated run is not resumed: set train.output_dir to "
-            "another folder. The rounds of the first run stay charged"
-        )
 
 
 def section_of(recipe: Recipe) -> FederatedConfig:
     """Return the section ``federated``; `check_federated` made sure that there is one."""
     section: FederatedConfig = recipe.beside["federated"]
     return section
-
-
-def held_out_of(recipe: Recipe, records: datasets.Dataset | None, tokenizer: PreTrainedTokenizerBase) -> HeldOut | None:
-    """Return the held-out records with their rows; None: there are none."""
-    if not records:
-        return None
-    collator = RowCollator(pad_token_id=_padding(tokenizer))
-    rows = tokenize_records(records, tokenizer, recipe.data)
-    return HeldOut(HeldOutRows(records, rows, collator, recipe.data, tokenizer))
-
-
-def participant_of(
-    recipe: Recipe,
-    args: TrainingArguments,
-    plan: PrivacyPlan,
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    rows_of: Callable[[int], Sequence[Any]],
-) -> Participant:
-    """Return the clients of a recipe, which answer from their rows.
-
-    Args:
-        recipe: the recipe.
-        args: its section ``train``.
-        plan: that the clients agreed to.
-        model: of the clients, not that of the server.
-        tokenizer: of the model.
-        rows_of: from a client's number to its rows.
-    """
-    config = section_of(recipe)
-    collator = RowCollator(pad_token_id=_padding(tokenizer))
-    weights = SharedWeights(model, config.lora)
-    return Participant(plan, LocalTraining(model, weights, collator, config, args.per_device_train_batch_size), rows_of)
 
 
 class Server:
@@ -247,37 +340,27 @@ class Server:
         folder: of the run.
         held_out: records to measure before and after. None: there are none.
 
-    Args:
-        recipe: the recipe.
-        args: its section ``train``.
-        plan: of the run.
-        model: with its adapter.
-        start: the public parts.
-
     Raises:
         ConfigError: the starting weights may hold private records.
     """
 
-    def __init__(self, recipe: Recipe, args: TrainingArguments, plan: PrivacyPlan, model: Any, start: Start) -> None:
-        """Check the start; nothing is written or charged."""
+    def __init__(
+        self,
+        recipe: Recipe,
+        args: TrainingArguments,
+        plan: PrivacyPlan,
+        model: Any,
+        start: Start,
+        held_out: HeldOut | None,
+    ) -> None:
+        """Check the starting weights; nothing is written or charged."""
         self._recipe, self._args, self._plan, self._start = recipe, args, plan, start
         self.model, self.folder = model, Path(str(args.output_dir))
-        self.held_out: HeldOut | None = None
+        self.held_out = held_out
         self._points = [*start.declared, *check_start(model, self.folder, recipe.model.start_is_independent)]
 
-    def with_dropouts(self, clients: Clients) -> Clients:
-        """Return simulated clients, some of which drop out if the recipe says so."""
-        share = section_of(self._recipe).simulated_dropouts
-        return DroppingOut(clients, share, answers_of_a_round(self._plan)) if share else clients
-
     def carry_out(self, clients: Clients, phases: Phases, note: Callable[[SharedLedger], None]) -> int:
-        """Take all rounds and release the model; return the exit code, which is not 0 after a signal.
-
-        Args:
-            clients: all clients.
-            phases: of the run.
-            note: notes the data in the ledger.
-        """
+        """Compute all rounds and release the model; return the exit code, which is not 0 after a signal."""
         recipe, plan = self._recipe, self._plan
         config, weights = section_of(recipe), SharedWeights(self.model, section_of(recipe).lora)
         optimizer = _optimizer(config, list(weights.parameters().values()), self._args.learning_rate)
@@ -313,7 +396,7 @@ class Server:
             ledger.append_open_point(point)
 
     def _take(self, rounds: Rounds, ledger: SharedLedger, phases: Phases, request: StopRequest) -> int:
-        """Take the rounds until a signal; return how many were given up."""
+        """Compute the rounds until a signal; return how many were given up."""
         phases.begin("training", f"{self._plan.num_steps:,} rounds")
         given_up = 0
         with phases.bar(self._plan.num_steps, "round") as moved:

@@ -1,6 +1,6 @@
-"""The plan of a PATE run, and what it is made of: private records, public texts, and the public numbers of the vote.
+"""The plan of a PATE run and its inputs: private records, public texts, and the public parameters of the vote.
 
-Place in the flow: first, in `dpllm plan` and `dpllm methods pate`. Nothing is trained here and nothing is charged.
+Nothing is trained or charged here.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from dpllm.data.shared_records import (
     refuse_shared_records,
     shared_records_point,
 )
-from dpllm.methods.pate.section import PateConfig
-from dpllm.methods.pate.trainings import QUIET
 from dpllm.methods.pate.votes import LABELS, TOKENS, Vote
-from dpllm.methods.queries.planned import plan_from
+from dpllm.methods.queries.run import plan_from
+from dpllm.methods.sections import PateConfig
 from dpllm.models.starting_point import refuse_private_start
 from dpllm.privacy.query_plan import QueryPlan, Value
 from dpllm.training.arguments import check_optimizer, training_arguments
@@ -35,20 +34,29 @@ TEACHERS, CLASSES, PROMPTS, THRESHOLD = "teachers", "classes", "public texts", "
 NEW_TOKENS, CANDIDATES = "tokens of a text, at most", "candidates of a token"
 TOKEN_THRESHOLD, PUBLIC_VOTES = "votes for a token, threshold", "votes of the public model"
 """Names of settings of the plan."""
+QUIET = {
+    "save_strategy": "no",
+    "eval_strategy": "no",
+    "logging_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "log_level": "error",  # the number of a teacher's rows would be logged, also with TRANSFORMERS_VERBOSITY=info
+}
+"""Options with which a training writes and shows nothing of its data."""
 _KEYS = ("pate.public_prompts", "pate.max_shared_records")
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Everything that is known before the first teacher is trained.
+    """Inputs and plan of a run before the first teacher is trained.
 
     Attributes:
         recipe: of the run.
         private: the private records.
         held_out: records to measure the student on; None without them.
         prompts: the public texts.
-        prompts_data: how they are read.
-        num_classes: number of public classes; None where teachers vote on tokens.
+        prompts_data: how the public texts are read.
+        num_classes: number of public classes; None if teachers vote on tokens.
         vote: the public numbers of the vote.
         plan: the plan.
         points: open points for the report.
@@ -79,7 +87,7 @@ class Prepared:
 
     @property
     def tokens(self) -> bool:
-        """Whether teachers vote on tokens, and not on classes."""
+        """Whether teachers vote on tokens instead of classes."""
         return self.num_classes is None
 
     @property
@@ -89,11 +97,10 @@ class Prepared:
 
 
 def check_teaching(recipe: QueryRecipe) -> None:
-    """Check the parts of a recipe that need no records.
+    """Check a recipe without reading records.
 
     Raises:
-        ConfigError: records, model and options are neither those of classes nor those of tokens, or an option of a
-            training is wrong.
+        ConfigError: format, task and options match neither classes nor tokens, or a training option is wrong.
     """
     options = recipe.options
     assert isinstance(options, PateConfig)
@@ -114,7 +121,7 @@ def check_teaching(recipe: QueryRecipe) -> None:
 
 
 def _check_kind(task: str, form: RecordFormat, options: PateConfig) -> None:
-    """Check that task, format and options are all for classes, or all for tokens."""
+    """Check that task, format and options are all for classes or all for tokens."""
     if task == "sequence_classification" and form.holds is TextLabel:
         if options.max_new_tokens is not None:
             raise ConfigError(
@@ -136,11 +143,12 @@ def _check_kind(task: str, form: RecordFormat, options: PateConfig) -> None:
 
 
 def prepare(recipe: QueryRecipe) -> Prepared:
-    """Read the records and the public texts, and compute the plan.
+    """Read the records and the public texts, and plan the run.
 
     Raises:
-        ConfigError: `check_teaching` refuses the recipe, the number of classes is not known, or there are fewer units
-            than teachers.
+        ConfigError: `check_teaching` refuses the recipe, the number of classes is unknown, or there are fewer units
+        than
+            teachers.
         DataError: records or texts cannot be used, or the public texts hold private records.
         ValueError: no noise reaches the target ε.
     """
@@ -177,7 +185,7 @@ def _num_classes(model: ModelConfig, private: datasets.Dataset, data: DataConfig
     """Return the public number of classes.
 
     Raises:
-        ConfigError: nobody has named it.
+        ConfigError: neither recipe nor data set names it.
     """
     found = model.num_labels or num_labels_of(private, data)
     if found is None:
@@ -189,7 +197,7 @@ def _num_classes(model: ModelConfig, private: datasets.Dataset, data: DataConfig
 
 
 def prompts_of(recipe: QueryRecipe) -> DataConfig:
-    """Return how the public texts are read: as texts, one for each record, cut as the private ones."""
+    """Return how the public texts are read: one text for each record, cut to the length of the private ones."""
     options, data = recipe.options, recipe.data
     return DataConfig(
         path=options.public_prompts,
@@ -203,7 +211,7 @@ def prompts_of(recipe: QueryRecipe) -> DataConfig:
 
 
 def settings_of(options: PateConfig, vote: Vote, num_classes: int) -> list[tuple[str, Value]]:
-    """Return the public numbers of the vote, by name, for plan and report."""
+    """Return the public parameters of the vote on labels, by name, for plan and report."""
     settings: list[tuple[str, Value]] = [
         (TEACHERS, options.teachers),
         (CLASSES, num_classes),
@@ -219,7 +227,7 @@ def settings_of(options: PateConfig, vote: Vote, num_classes: int) -> list[tuple
 
 
 def token_settings_of(options: PateConfig, vote: Vote, num_prompts: int) -> list[tuple[str, Value]]:
-    """Return the public numbers of the vote on tokens, by name, for plan and report."""
+    """Return the public parameters of the vote on tokens, by name, for plan and report."""
     settings: list[tuple[str, Value]] = [
         (TEACHERS, options.teachers),
         (PROMPTS, num_prompts),

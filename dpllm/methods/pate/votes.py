@@ -1,14 +1,14 @@
-"""The vote of the teachers: counts of classes or tokens, noise, and the winner (GNMax, confident GNMax).
+"""The vote of the teachers: the division of units, counts of classes or tokens, noise, and the winner (GNMax).
 
-Place in the flow: after the teachers were trained. Papernot et al., Scalable Private Learning with PATE (ICLR 2018,
-arXiv:1802.08908).
+Papernot et al., Scalable Private Learning with PATE (ICLR 2018, arXiv:1802.08908). The run passes models as teachers;
+the audit passes functions that know what they vote.
 
 **One label.** Each teacher names one class of a text. The counts of the classes get N(0, σ²) each, independently, and
 the class with the largest noisy count is released, and nothing else.
 
-**One unit.** It is a unit of one teacher (`dpllm.methods.pate.partition`), and the other teachers neither see it nor
-depend on it: division, starting weights and random numbers of a training do not. Without the unit, or with another one
-in its place, that teacher is another function of its data and may name any class. At most one vote goes from one class
+**One unit.** It is a unit of one teacher (`Partition`), and the other teachers neither see it nor depend on it:
+division, starting weights and random numbers of a training do not. Without the unit, or with a different one in its
+place, that teacher is a different function of its data and may name any class. At most one vote goes from one class
 to another: two counts change by 1, √2 in l2 norm. So removing a unit and replacing one move the counts by the same
 bound, and ε under both adjacencies is the same. With `Query(noise_multiplier=σ/√2, replaced=1)` each label is a
 Gaussian answer, and the composition over texts is exact.
@@ -21,9 +21,10 @@ is bounded: Gaussian answers compose exactly for every such course (Smith and Th
 Gaussian differential privacy, arXiv:2210.17520), since the sum of (Δ/σ)² over all answers is never above that of n
 checks and M labels.
 
-**Tokens** (`dpllm.methods.pate.tokens`). A vote on the next token of a text is a vote on its class: the candidates are
-the public model's, so no record changes them. Each vote follows from earlier releases, as a check does, and the same
-composition holds. The most tokens are fixed beforehand, and all are charged.
+**Tokens** (`written_tokens`). A vote on the next token of a text is a vote on its class. With the same text so far and
+the same candidates, the other teachers vote as before, and the teacher of the unit may name any candidate. The text so
+far is a release, and the candidates are the public model's, so no record changes them. Each vote follows from earlier
+releases, as a check does, and the same composition holds. The most tokens are fixed beforehand, and all are charged.
 
 **Left out.** If most teachers agree, the true loss of a label is far smaller. But an ε computed from the counts depends
 on private records and would have to be smoothed and released with noise itself. No such ε is computed here.
@@ -32,16 +33,61 @@ on private records and would have to be smoothed and released with noise itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dpllm.data.units import Int64Array
+from dpllm.data.units import Int64Array, UnitIndex
 from dpllm.mechanism.events import Event
 from dpllm.mechanism.query import Query
+from dpllm.methods.queries.run import QueryRun
+
+
+class Partition:
+    """The division of the units among the teachers.
+
+    Guarantee: it is uniformly random among all divisions in which the teachers' numbers of units differ by at most one,
+    and depends on the public number N of units only, not on records. A neighbouring data set, in which a unit is
+    removed or replaced, is divided in the same way.
+
+    Raises:
+        ValueError: there are more teachers than units.
+
+    >>> Partition(5, 2, np.random.default_rng(0)).sizes.tolist()
+    [3, 2]
+    """
+
+    def __init__(self, num_units: int, num_teachers: int, rng: np.random.Generator) -> None:
+        """Draw the division."""
+        if not 1 <= num_teachers <= num_units:
+            raise ValueError(
+                f"teach.teachers={num_teachers} for {num_units} units: a teacher needs at least one unit. Take fewer "
+                "teachers"
+            )
+        self.num_teachers = num_teachers
+        self.teacher_of = np.empty(num_units, dtype=np.int64)
+        self.teacher_of[rng.permutation(num_units)] = np.arange(num_units) % num_teachers
+        self.teacher_of.setflags(write=False)
+
+    @property
+    def sizes(self) -> Int64Array:
+        """The number of units of each teacher, (k,), which is public."""
+        return np.bincount(self.teacher_of, minlength=self.num_teachers)
+
+    def rows_of(self, teacher: int, units: UnitIndex) -> Int64Array:
+        """Return the row numbers of a teacher's units, in the order of the data.
+
+        Raises:
+            ValueError: the index has a different number of units.
+        """
+        if units.num_units != len(self.teacher_of):
+            raise ValueError(f"{len(self.teacher_of)} units were divided, and the rows have {units.num_units}")
+        rows, _ = units.rows_of(np.flatnonzero(self.teacher_of == teacher))
+        return np.sort(np.asarray(rows, dtype=np.int64))
+
 
 VOTE_CHANGE = math.sqrt(2)
 """The largest change of the counts of one text by one unit, in l2 norm: a vote goes from one class to another."""
@@ -54,17 +100,13 @@ NO_LABEL = -1
 
 
 class Ballots:
-    """The votes of all teachers for all texts, as counts.
+    """The votes of all teachers on all texts, as counts.
 
-    Guarantee: a teacher adds 1 to one count of each text, whatever its model computes.
-
-    Args:
-        num_prompts: number of texts.
-        num_classes: number of public classes.
+    Guarantee: a teacher adds 1 to exactly one count of each text, whatever its model computes.
     """
 
     def __init__(self, num_prompts: int, num_classes: int) -> None:
-        """Begin without a vote."""
+        """Start without votes."""
         self.counts_NC: Int64Array = np.zeros((num_prompts, num_classes), dtype=np.int64)
         self.num_voters = 0
 
@@ -75,8 +117,9 @@ class Ballots:
             classes_N: (num_prompts,) the class of each text, a whole number.
 
         Raises:
-            ValueError: they are no whole numbers (a score or a probability is no vote: its influence has no bound), or
-                there are too many or too few of them, or one is no class.
+            ValueError: they are not whole numbers (the influence of a score or a probability has no bound), their
+            number
+                is wrong, or one is not a class.
         """
         num_prompts, num_classes = self.counts_NC.shape
         if classes_N.dtype.kind != "i" or classes_N.shape != (num_prompts,):
@@ -92,7 +135,7 @@ class Ballots:
 
 @dataclass(frozen=True)
 class Vote:
-    """The public numbers of the vote.
+    """The public parameters of the vote.
 
     Attributes:
         num_prompts: texts that are voted on; places of tokens at most.
@@ -110,7 +153,7 @@ class Vote:
 
     @property
     def most_labels(self) -> int:
-        """The number of labels that is charged."""
+        """The number of labels charged."""
         return self.num_prompts if self.max_answers is None else min(self.max_answers, self.num_prompts)
 
     def stddevs(self, noise_multiplier: float) -> tuple[float, float]:
@@ -123,7 +166,7 @@ class Vote:
         return stddev, stddev * self.check_noise
 
     def charges(self, noise_multiplier: float) -> Sequence[tuple[str, Event, int]]:
-        """Return the charges of the run: name, event, and the most that it is charged.
+        """Return the charges of the run: name, event and largest count.
 
         Args:
             noise_multiplier: σ/√2, that of a label's event.
@@ -160,5 +203,159 @@ class Vote:
         passed_N = np.ones(len(labels_N), dtype=bool)
         if self.threshold is not None:
             passed_N = counts_NC.max(axis=1) + noise_N >= self.threshold
-        within_N = np.cumsum(passed_N) <= self.most_labels  # no label after the last one that is charged
+        within_N = np.cumsum(passed_N) <= self.most_labels  # no label after the last charged one
         return np.where(passed_N & within_N, labels_N, NO_LABEL)
+
+
+def ballots_of(
+    partition: Partition, units: UnitIndex, ballots: Ballots, vote_of: Callable[[int, Int64Array], Int64Array]
+) -> Ballots:
+    """Let every teacher vote with the rows of its units, and return the counts, which are private.
+
+    Args:
+        partition: the teacher of each unit.
+        units: the rows of each unit.
+        ballots: without votes.
+        vote_of: maps a teacher's number and the numbers of its rows to its class for each text, (N,).
+    """
+    for teacher in range(partition.num_teachers):
+        ballots.add(vote_of(teacher, partition.rows_of(teacher, units)))
+    return ballots
+
+
+def released_labels(vote: Vote, num_teachers: int, run: QueryRun, ballots: Ballots) -> Int64Array:
+    """Charge the vote, add its noise, and return the label of each public text, (N,); `NO_LABEL` for none.
+
+    Raises:
+        ValueError: not all teachers have voted, or the charge is not planned.
+    """
+    _require_all(ballots, num_teachers)
+    _charge(vote, run)
+    return _noisy_winners(vote, run, ballots)
+
+
+class TokenVotes:
+    """Votes on tokens, place by place for several texts; all possible votes are charged at the start.
+
+    Guarantee: no more votes are released than are charged. The number of places of a text follows from released tokens,
+    so it depends on private records; the charge does not.
+
+    Args:
+        vote: the public numbers of the vote.
+        num_teachers: k.
+        run: its plan has the charges of the vote.
+        public_votes: added to the count of candidate 0, the public model's own token. They depend on no record, and the
+            check of a threshold ignores them.
+
+    Attributes:
+        left: number of tokens by vote that may still be released.
+    """
+
+    def __init__(self, vote: Vote, num_teachers: int, run: QueryRun, public_votes: float = 0.0) -> None:
+        """Charge all tokens, and all checks."""
+        self._vote, self._num_teachers, self._run, self._public_votes = vote, num_teachers, run, public_votes
+        _charge(vote, run)
+        self.left, self._places = vote.most_labels, vote.num_prompts
+
+    def winners(self, ballots: Ballots) -> Int64Array:
+        """Return the winning candidate at the next place of each text, (R,); `NO_LABEL` where the check failed.
+
+        Args:
+            ballots: of these places, with the votes of all teachers.
+
+        Raises:
+            ValueError: not all teachers have voted, or there are more places than are charged.
+        """
+        _require_all(ballots, self._num_teachers)
+        places = len(ballots.counts_NC)
+        if places > min(self.left, self._places):
+            raise ValueError(
+                f"{places} tokens were voted on, and {min(self.left, self._places)} that are charged are left: end the "
+                "texts here"
+            )
+        winners_R = _noisy_winners(self._vote, self._run, ballots, self._public_votes)
+        self._places -= places
+        self.left -= int((winners_R != NO_LABEL).sum())
+        return winners_R
+
+
+def _require_all(ballots: Ballots, num_teachers: int) -> None:
+    if ballots.num_voters != num_teachers:
+        raise ValueError(f"{ballots.num_voters} of {num_teachers} teachers have voted")
+
+
+def _charge(vote: Vote, run: QueryRun) -> None:
+    """Charge the most labels or tokens that may be released, and every check."""
+    run.charge(vote.answers, vote.most_labels)
+    if vote.threshold is not None:
+        run.charge(CHECKS, vote.num_prompts)
+
+
+def _noisy_winners(vote: Vote, run: QueryRun, ballots: Ballots, public_votes: float = 0.0) -> Int64Array:
+    """Return the winner of each vote, (N,), with noise of the charged size."""
+    stddev, check_stddev = vote.stddevs(run.plan.charge(vote.answers).event.noise_multiplier)
+    noise_NC = run.randomness.gaussian(ballots.counts_NC.shape, stddev)
+    noise_N = run.randomness.gaussian((len(noise_NC),), check_stddev)
+    noise_NC[:, 0] += public_votes
+    return vote.winners(ballots.counts_NC, noise_NC, noise_N)
+
+
+class Writers(Protocol):
+    """The public model and the teachers, which continue R texts together."""
+
+    @property
+    def num_texts(self) -> int:
+        """Return R."""
+        ...
+
+    @property
+    def num_teachers(self) -> int:
+        """Return k."""
+        ...
+
+    def candidates(self) -> Int64Array:
+        """Return the candidates of the next token, (R, C); the first is the public model's own choice.
+
+        They depend on released tokens, the public model and random numbers only. Called once for each place.
+        """
+        ...
+
+    def vote(self, teacher: int) -> Int64Array:
+        """Return the number of the candidate that a teacher chooses for each text, (R,); called once for each place."""
+        ...
+
+    def append(self, tokens_R: Int64Array) -> None:
+        """Append a token to each text."""
+        ...
+
+
+def written_tokens(writers: Writers, votes: TokenVotes, most: int, ends: Collection[int] = ()) -> list[list[int]]:
+    """Write the tokens that follow each text.
+
+    A text ends before an end token, after the largest number of tokens, or when no vote is left for it. Where the check
+    of a threshold fails, it gets the public model's own token.
+
+    Args:
+        writers: public model and teachers.
+        votes: charged for all tokens that may follow.
+        most: T, the most tokens of a text.
+        ends: tokens that end a text.
+    """
+    texts: list[list[int]] = [[] for _ in range(writers.num_texts)]
+    going = list(range(writers.num_texts))
+    for _ in range(most):
+        going = going[: votes.left]
+        if not going:
+            break
+        candidates_RC = writers.candidates()
+        ballots = Ballots(len(going), candidates_RC.shape[1])
+        for teacher in range(writers.num_teachers):
+            ballots.add(writers.vote(teacher)[going])
+        winners = votes.winners(ballots)
+        tokens_R = candidates_RC[:, 0].copy()  # not read for texts that have ended
+        tokens_R[going] = candidates_RC[going, np.where(winners == NO_LABEL, 0, winners)]
+        going = [text for text in going if int(tokens_R[text]) not in ends]
+        for text in going:
+            texts[text].append(int(tokens_R[text]))
+        writers.append(tokens_R)
+    return texts

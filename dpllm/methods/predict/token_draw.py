@@ -1,9 +1,9 @@
 """The draw of one token from averaged, bounded scores of private records, and its privacy event.
 
-Place in the flow: beside the events; `dpllm.methods.predict` draws the tokens, one at a time, for private prediction
-(Amin et al., arXiv:2407.12108) and for InvisibleInk (arXiv:2507.02974).
+`dpllm.methods.predict` draws the tokens, one at a time, for private prediction (Amin et al., arXiv:2407.12108) and for
+InvisibleInk (arXiv:2507.02974).
 
-**Mechanism.** The units are split in secret into groups of s, by a draw that looks at no record, so each unit is in one
+**Mechanism.** The units are split in secret into groups of s, by a draw that reads no record, so each unit is in one
 group at most. One token of a group: every unit i of it gives a score v_i(y) to each token y, a function of its own
 records, of public text and of the tokens drawn so far, and |v_i(y)| <= c. The token is drawn with probability
 proportional to
@@ -29,11 +29,11 @@ privacy), and a loss distribution of its worst pair gives a larger ε over many 
 its variance is η²/3 and not η²/4.
 
 **Floating point.** The scores are whole numbers of steps of a grid, added up exactly, and the token is drawn exactly
-from the weights (`dpllm.methods.predict.scores`, `dpllm.methods.predict.scores`). A score's bound is c (1 - 2^-16): the
-rest of c is a margin for the rounding of the weights. A gap remains that training has too: a model's pass over several
-rows may round a row differently beside other rows. Where a unit is one record, each pass has public sizes; users
-have different numbers of records, so the others' places in a pass may differ. `dpllm.methods.predict.model` measures
-with public tokens that rows do not depend on each other.
+from the weights (`dpllm.methods.predict.sampler`). A score's bound is c (1 - 2^-16): the rest of c is a margin for the
+rounding of the weights. A gap remains that training has too: a model's pass over several rows may round a row
+differently next to other rows. Where a unit is one record, each pass has public sizes; users have different numbers of
+records, so the others' places in a pass may differ. `dpllm.methods.predict.inputs` measures with public tokens that
+rows do not depend on each other.
 """
 
 from __future__ import annotations

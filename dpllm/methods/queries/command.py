@@ -1,7 +1,7 @@
-"""What the commands of all query runs do alike: `dpllm methods count`, `predict`, `aggregate`, `evolve` and `pate`.
+"""The shared part of the commands `dpllm methods count`, `predict`, `aggregate`, `evolve` and `pate`.
 
-Place in the flow: between the command line and the methods of private release, each of which has a `QueryCommand`: the
-functions that read its data, plan it and carry it out (`dpllm.methods.queries.planned`).
+Each of these methods has a `QueryCommand` (`dpllm.methods.queries.run`): the functions that read its data, plan the run
+and carry it out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dpllm.config.recipe_file import load_query_recipe
 from dpllm.config.shipped import recipe_file
 
 if TYPE_CHECKING:
-    from dpllm.methods.queries.planned import QueryCommand
+    from dpllm.methods.queries.run import QueryCommand
 
 
 def query_command(method: str) -> QueryCommand:
@@ -36,14 +36,7 @@ def query_command(method: str) -> QueryCommand:
 
 
 def run_method(method: str, recipe: str, overrides: list[str], as_json: bool) -> None:
-    """Carry out the query run of a recipe, and print what it released.
-
-    Args:
-        method: name of its section and command.
-        recipe: the file, or the name of a shipped recipe.
-        overrides: of its values.
-        as_json: print one JSON object at the end, and nothing else on the standard output.
-    """
+    """Carry out the query run of a recipe, and print what it released."""
 
     def say(line: str) -> None:
         typer.echo(line, err=as_json)
@@ -70,7 +63,7 @@ def run_method(method: str, recipe: str, overrides: list[str], as_json: bool) ->
 
 @contextlib.contextmanager
 def _ended_by_a_signal(folder: str) -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM end a run as an error does: with an end in its ledger, its report and its card."""
+    """End a run on Ctrl-C and SIGTERM as on an error: with an end in its ledger, a report and a card."""
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
         for one in before:
@@ -96,12 +89,12 @@ def _ended_by_a_signal(folder: str) -> Iterator[None]:
 
 
 def show_query_plan(path: Path, overrides: list[str], as_json: bool) -> None:
-    """Print the plan of a query run: its cost before anything is paid."""
+    """Print the plan of a query run, before anything is charged."""
     recipe = load_query_recipe(path, overrides)
     known = query_command(recipe.method)
     typer.echo(f"note: {known.reading}", err=True)
     plan = known.plan(recipe, known.read(recipe))
-    from dpllm.methods.queries.planned import format_query_plan
+    from dpllm.methods.queries.run import format_query_plan
 
     values = {
         **plan.to_dict(),

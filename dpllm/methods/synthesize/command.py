@@ -1,24 +1,29 @@
-"""`dpllm methods synthesize`: a synthetic data set from a released model, with ledger, report and card."""
+"""`dpllm methods synthesize` and `evaluate`: a synthetic data set of a released model's texts, and its evaluation."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dpllm.cli import generate as texts
-from dpllm.cli.common import command
+from dpllm.cli.common import AsJson, command, show_json, show_table
 from dpllm.config.values import integer
 
 if TYPE_CHECKING:
-    from dpllm.methods.synthesize.data_set import Labels, Request
-    from dpllm.models.generation import Prompt, Sampling, TextGenerator
+    from dpllm.methods.synthesize.data_set import Labels
+    from dpllm.models.generation import Prompt
 
-FILTERS = "texts"
+
+FILTERS, COMPARED = "texts", "compared"
+"""Panels of options on the help screens."""
+_PRIVATE = (
+    "These figures are exact results on real text. ε does not cover them: keep them to yourself, and publish none of "
+    "them unless the real text is public."
+)
 
 
 @command(
@@ -30,19 +35,21 @@ def synthesize(
     output: Annotated[Path, typer.Option(help="A new folder for the data set with its report.", show_default=False)],
     number: Annotated[
         int,
-        typer.Option("--number", "-n", help="Texts in all, shared evenly by the prompts.", show_default=False),
+        typer.Option("--number", "-n", help="Number of texts, shared evenly by the prompts.", show_default=False),
     ],
     prompt: texts.PromptTexts = None,
     prompts: texts.PromptFile = None,
     prompt_column: texts.PromptColumn = None,
-    labels: Annotated[str | None, typer.Option(help="Public labels, with commas; --prompt has {label}.")] = None,
+    labels: Annotated[
+        str | None, typer.Option(help="Public labels, separated by commas; --prompt contains {label}.")
+    ] = None,
     label_shares: Annotated[Path | None, typer.Option(help="A .json file with the public share of each label.")] = None,
     count_labels: Annotated[
         str | None,
         typer.Option(help="Count --labels in this private column, with noise."),
     ] = None,
     count_noise: Annotated[
-        float | None, typer.Option(help="Noise over largest change by a unit; 20 without it.")
+        float | None, typer.Option(help="Noise divided by the largest change by a unit; default: 20.")
     ] = None,
     min_words: Annotated[int, typer.Option(help="Leave out texts with fewer words.", rich_help_panel=FILTERS)] = 1,
     max_words: Annotated[
@@ -53,12 +60,12 @@ def synthesize(
     ] = False,
     blocklist: Annotated[
         Path | None,
-        typer.Option(help="Leave out texts with a phrase of this public file, a line each.", rich_help_panel=FILTERS),
+        typer.Option(help="Leave out texts with a phrase of this public file, one per line.", rich_help_panel=FILTERS),
     ] = None,
     file_format: Annotated[
-        str, typer.Option("--format", help="Of the file of texts: jsonl or parquet.", rich_help_panel=FILTERS)
+        str, typer.Option("--format", help="Format of the file of texts: jsonl or parquet.", rich_help_panel=FILTERS)
     ] = "jsonl",
-    budget: Annotated[Path | None, typer.Option(help="The budget file of the people; default: the recipe's.")] = None,
+    budget: Annotated[Path | None, typer.Option(help="The budget file of the data set; default: the recipe's.")] = None,
     max_new_tokens: texts.NewTokens = 128,
     temperature: texts.Temperature = 1.0,
     top_p: texts.TopP = 1.0,
@@ -72,104 +79,39 @@ def synthesize(
     """
     integer("--number", number, 1)
     integer("--batch-size", batch_size, 1)
-    wishes = Wishes(
-        labels,
-        label_shares,
-        count_labels,
-        count_noise,
-        min_words,
-        max_words,
-        duplicates,
-        blocklist,
-        file_format,
-        budget,
-    )
     asked = texts.prompts_of(prompt, prompts, prompt_column)
     _say(f"checking {folder}")
-    texts.check(folder)
-    texts.refuse_private_prompts(folder, asked)
-    planned = prepare(folder, wishes, prompt)
-    model, sampling = texts.load(folder, max_new_tokens, temperature, top_p, seed)
-    to_model = texts.as_chat if texts.uses_template(folder, model, template) else None
-    make(folder, output, model, planned or asked, wishes.request(number, sampling, batch_size), wishes, to_model)
-
-
-@dataclass(frozen=True)
-class Wishes:
-    """The options of a data set, as they were given."""
-
-    labels: str | None
-    label_shares: Path | None
-    count_labels: str | None
-    count_noise: float | None
-    min_words: int
-    max_words: int | None
-    duplicates: bool
-    blocklist: Path | None
-    file_format: str
-    budget: Path | None
-
-    def request(self, number: int, sampling: Sampling, batch_size: int) -> Request:
-        """Return the request of the data set."""
-        from dpllm.methods.synthesize.data_set import Request
-        from dpllm.methods.synthesize.filters import FilterSettings, blocked_words
-
-        blocked: tuple[str, ...] = ()
-        if self.blocklist is not None:
-            try:
-                blocked = blocked_words(self.blocklist.read_text(encoding="utf-8").splitlines())
-            except (OSError, UnicodeDecodeError) as error:
-                raise ValueError(f"--blocklist {self.blocklist} cannot be read ({error})") from error
-        filters = FilterSettings(
-            min_words=self.min_words, max_words=self.max_words, duplicates=self.duplicates, blocked=blocked
-        )
-        return Request(
-            number=number, sampling=sampling, filters=filters, batch_size=batch_size, file_format=self.file_format
-        )
-
-
-def prepare(folder: Path, wishes: Wishes, prompts: Sequence[str] | None) -> Labels | None:
-    """Return the labels of a data set, None if it has none; print the cost before anything is charged.
-
-    Raises:
-        ValueError: the options of labels contradict each other, or the run can have no data set.
-    """
-    from dpllm.methods.synthesize.data_set import plan_of
-
-    labels = _labels(wishes, prompts)
-    plan = plan_of(folder, None if labels is None else labels.counted)
-    with_counts = " with the counts of the labels" if plan.charges else "; the data set itself costs nothing"
-    _say(f"the data set will cost {plan.guarantee}{with_counts}")
-    return labels
-
-
-def make(
-    folder: Path,
-    output: Path,
-    model: TextGenerator,
-    wanted: Sequence[Prompt] | Labels,
-    request: Request,
-    wishes: Wishes,
-    to_model: Callable[[Any], Prompt] | None,
-) -> None:
-    """Make the data set, and print what it has."""
     from rich.console import Console
     from rich.progress import Progress
 
-    from dpllm.methods.synthesize.data_set import make_data_set
+    from dpllm.methods.synthesize.data_set import Request, make_data_set, plan_of
+    from dpllm.methods.synthesize.texts import FilterSettings
+
+    texts.check(folder)
+    texts.refuse_private_prompts(folder, asked)
+    of_labels = _labels(labels, label_shares, count_labels, count_noise, prompt)
+    plan = plan_of(folder, None if of_labels is None else of_labels.counted)
+    with_counts = " with the counts of the labels" if plan.charges else "; the data set itself costs nothing"
+    _say(f"the data set will cost {plan.guarantee}{with_counts}")
+    model, sampling = texts.load(folder, max_new_tokens, temperature, top_p, seed)
+    to_model = texts.as_chat if texts.uses_template(folder, model, template) else None
+    filters = FilterSettings(
+        min_words=min_words, max_words=max_words, duplicates=duplicates, blocked=_blocked(blocklist)
+    )
+    request = Request(number=number, sampling=sampling, filters=filters, batch_size=batch_size, file_format=file_format)
 
     def ready(prompt: Prompt) -> Prompt:
         return to_model(prompt) if to_model is not None and isinstance(prompt, str) and prompt else prompt
 
     with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("texts", total=request.number)
+        task = progress.add_task("texts", total=number)
         made = make_data_set(
             folder,
             output,
             model,
-            wanted,
+            of_labels or asked,
             request,
-            budget=wishes.budget or _budget_of(folder),
+            budget=budget or _budget_of(folder),
             to_model=ready,
             say=_say,
             moved=lambda count: progress.advance(task, count),
@@ -186,32 +128,52 @@ def make(
     _say(f"dpllm verify {output}   # checks the data set and its guarantee")
 
 
-def _labels(wishes: Wishes, prompts: Sequence[str] | None) -> Labels | None:
-    from dpllm.methods.synthesize.counted import CountedLabels
-    from dpllm.methods.synthesize.data_set import Labels
-    from dpllm.methods.synthesize.labels import check_classes, public_shares
+def _blocked(path: Path | None) -> tuple[str, ...]:
+    """Return the blocked words of a file; none without one."""
+    from dpllm.methods.synthesize.texts import blocked_words
 
-    if wishes.labels is None and wishes.label_shares is None:
-        if wishes.count_labels is not None or wishes.count_noise is not None:
-            name = "--count-noise" if wishes.count_labels is None else "--count-labels"
+    try:
+        return () if path is None else blocked_words(path.read_text(encoding="utf-8").splitlines())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--blocklist {path} cannot be read ({error})") from error
+
+
+def _labels(
+    labels: str | None,
+    label_shares: Path | None,
+    count_labels: str | None,
+    count_noise: float | None,
+    prompts: Sequence[str] | None,
+) -> Labels | None:
+    """Return the labels of a data set, None if it has none.
+
+    Raises:
+        ValueError: the options contradict each other.
+    """
+    from dpllm.methods.synthesize.data_set import CountedLabels, Labels
+    from dpllm.methods.synthesize.texts import check_classes, public_shares
+
+    if labels is None and label_shares is None:
+        if count_labels is not None or count_noise is not None:
+            name = "--count-noise" if count_labels is None else "--count-labels"
             raise ValueError(f"{name} counts public labels: name all of them with --labels")
         return None
-    if wishes.labels is not None and wishes.label_shares is not None:
+    if labels is not None and label_shares is not None:
         raise ValueError("--labels and --label-shares both name the labels: give one of them")
     if not prompts or len(prompts) > 1:
         raise ValueError("labels need one --prompt with {label}, as the model saw prompts in training")
-    if wishes.count_labels is None and wishes.count_noise is not None:
+    if count_labels is None and count_noise is not None:
         raise ValueError("--count-noise is the noise of --count-labels: name the column to count, or omit it")
     template = prompts[0]
-    if wishes.label_shares is not None:
-        if wishes.count_labels is not None:
+    if label_shares is not None:
+        if count_labels is not None:
             raise ValueError("--label-shares are public, and --count-labels counts them: give one of them")
-        return Labels(template=template, shares=public_shares(_read_shares(wishes.label_shares)))
-    classes = check_classes([name.strip() for name in str(wishes.labels).split(",")])
-    if wishes.count_labels is None:
+        return Labels(template=template, shares=public_shares(_read_shares(label_shares)))
+    classes = check_classes([name.strip() for name in str(labels).split(",")])
+    if count_labels is None:
         return Labels(template=template, shares=public_shares(dict.fromkeys(classes, 1)))
-    noise = {} if wishes.count_noise is None else {"noise_multiplier": wishes.count_noise}
-    return Labels(template=template, counted=CountedLabels(classes=classes, column=wishes.count_labels, **noise))
+    noise = {} if count_noise is None else {"noise_multiplier": count_noise}
+    return Labels(template=template, counted=CountedLabels(classes=classes, column=count_labels, **noise))
 
 
 def _read_shares(path: Path) -> dict[str, Any]:
@@ -220,12 +182,12 @@ def _read_shares(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"--label-shares {path} cannot be read ({error}): write {{'label': share, …}}") from error
     if not isinstance(found, dict):
-        raise ValueError(f"--label-shares {path} holds no object with a share for each label")
+        raise ValueError(f"--label-shares {path} is not an object with a share for each label")
     return found
 
 
 def _budget_of(folder: Path) -> Path | None:
-    """Return the budget file that the run's recipe names, if it is here."""
+    """Return the budget file in the run's recipe, if the recipe is in its folder."""
     from dpllm.config import RECIPE_FILE, load_recipe
     from dpllm.methods.synthesize.data_set import run_of
 
@@ -235,4 +197,101 @@ def _budget_of(folder: Path) -> Path | None:
 
 
 def _say(text: str) -> None:
+    """Print progress to standard error."""
     typer.echo(text, err=True)
+
+
+@command(
+    "dpllm methods evaluate runs/synthetic --real held_out.jsonl --train private.jsonl "
+    "--model roneneldan/TinyStories-33M"
+)
+def evaluate(
+    synthetic: Annotated[
+        Path, typer.Argument(help="The folder of a synthetic data set, or a file of texts.", show_default=False)
+    ],
+    real: Annotated[Path, typer.Option(help="Real texts that the model did not see, as a file.", show_default=False)],
+    train: Annotated[Path | None, typer.Option(help="The records of the training, for the overlap with them.")] = None,
+    beside: Annotated[list[Path] | None, typer.Option(help="Another set of synthetic texts; may be repeated.")] = None,
+    model: Annotated[str | None, typer.Option(help="A public model whose embeddings are compared.")] = None,
+    text_column: Annotated[
+        str | None, typer.Option(help="Column of the real texts; default: text.", rich_help_panel=COMPARED)
+    ] = None,
+    label_column: Annotated[
+        str | None, typer.Option(help="Column of the real labels; default: label.", rich_help_panel=COMPARED)
+    ] = None,
+    mauve: Annotated[
+        bool, typer.Option("--mauve/--no-mauve", help="Compute MAUVE of the embeddings.", rich_help_panel=COMPARED)
+    ] = True,
+    classifier: Annotated[
+        bool,
+        typer.Option("--classifier/--no-classifier", help="Train a classifier on labels.", rich_help_panel=COMPARED),
+    ] = True,
+    ngram: Annotated[int, typer.Option(help="Words of a phrase that counts as shared.", rich_help_panel=COMPARED)] = 8,
+    most: Annotated[
+        int, typer.Option(help="The most texts of each set that are compared.", rich_help_panel=COMPARED)
+    ] = 5000,
+    real_is_public: Annotated[
+        bool, typer.Option("--real-is-public", help="Declare that the texts of --real are public.")
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="The .json file of the results; default: in not_for_release/."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare synthetic texts with real ones: distances, a classifier, overlap.
+
+    --model gives MAUVE and the Fréchet distance, labels a classifier of each set that is tested on the real texts.
+    Results on private text are exact, and ε does not cover them: they go to not_for_release/, and the ledger of the
+    data set lists that they exist.
+    """
+    from dpllm.config.extras import require
+    from dpllm.methods.synthesize.evaluation import (
+        EVALUATION_FILE,
+        EvaluationSettings,
+        evaluation_table,
+        note_evaluation,
+        read_texts,
+        require_outside,
+    )
+    from dpllm.methods.synthesize.evaluation import evaluate as compare
+    from dpllm.privacy.ledger import LEDGER_FILE
+
+    settings = EvaluationSettings(most=most, ngram=ngram, with_mauve=mauve, with_classifier=classifier)
+    folder = synthetic if synthetic.is_dir() else synthetic.parent
+    path = output or (synthetic / EVALUATION_FILE if synthetic.is_dir() else None)
+    if path is not None and path.suffix != ".json":
+        raise ValueError(f"--output {path}: results are written as .json: change the extension")
+    private = not real_is_public or train is not None
+    if private and path is not None:
+        require_outside(path)
+    if classifier or (mauve and model is not None):
+        require("synthetic", "evaluation by MAUVE and a classifier (--no-mauve --no-classifier does without)")
+    _say(f"reading {synthetic}")
+    sets = [read_texts(one, name=one.name if one.is_dir() else one.stem) for one in (synthetic, *(beside or ()))]
+    held_out = read_texts(real, text_column, label_column, "held-out records")
+    trained = None if train is None else read_texts(train, text_column, label_column, "training records")
+    embedder = None
+    if model is not None:
+        from dpllm.methods.synthesize.embeddings import load_embedder
+        from dpllm.planning.rehearsal import quiet
+
+        _say(f"loading {model}")
+        with quiet():
+            embedder = load_embedder(model)
+    if private and (synthetic.is_dir() or (folder / LEDGER_FILE).is_file()):
+        note_evaluation(folder)  # before there is a result
+    found = compare(sets, held_out, trained, embedder, model, settings, _say)
+    if path is not None:
+        found.save(path)
+    if private:
+        _say(_PRIVATE)
+    if as_json:
+        show_json({**found.to_dict(), "written": None if path is None else str(path)})
+        return
+    head, rows = evaluation_table(found)
+    show_table(head, rows, "")
+    for note in found.notes:
+        typer.echo(note)
+    if path is not None:
+        typer.echo(f"written: {path}, {path.with_suffix('.md')}")

@@ -1,29 +1,128 @@
 """A synthetic data set from a privately tuned model: its run, from the counts of labels to the card.
 
-Place in the flow: `dpllm methods synthesize RUN --output FOLDER`. The data set is a query run
-(`dpllm.methods.queries`) that builds on the training run: ε is that of both together. Texts cost nothing. Only
-counting the labels of the private records does. It is charged before it happens, and is the only time that private
-records are read.
+The data set is a query run (`dpllm.methods.queries`) that builds on the training run: ε is that of both together. Texts
+cost nothing. Only counting the labels of the private records does. It is charged before it happens, and is the only
+time that private records are read: those that the run was trained on, by its own recipe, with each unit's rows cut as
+in the training. Counts get exact discrete Gaussian noise once, and everything after it reads the noisy counts only.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dpllm.config import ConfigError
-from dpllm.config.values import integer
-from dpllm.methods.queries.planned import prior_release
-from dpllm.methods.queries.run import QueryRun
-from dpllm.methods.synthesize.counted import COUNTS_FILE, CountedLabels, count_noisily, read_labels
-from dpllm.methods.synthesize.filters import FilterSettings, TextFilter
-from dpllm.methods.synthesize.labels import LabelShares, prompt_of, texts_of_each
-from dpllm.methods.synthesize.making import Made, Wanted, Writer, make_texts, write_records
+import numpy as np
+
+from dpllm.config import RECIPE_FILE, ConfigError, load_recipe
+from dpllm.config.values import between, integer
+from dpllm.data.records import check_column, contents_of, load_train_and_eval
+from dpllm.data.rows import unit_index_of
+from dpllm.mechanism.limits import MAX_NOISE, MIN_NOISE
+from dpllm.mechanism.query import Query
+from dpllm.mechanism.sampling import secret_rng
+from dpllm.methods.count.counting import CHARGE, REPLACED, LabelledUnits, charge_and_count
+from dpllm.methods.queries.run import QueryRun, prior_release
+from dpllm.methods.synthesize.texts import (
+    FilterSettings,
+    LabelShares,
+    Made,
+    TextFilter,
+    Wanted,
+    Writer,
+    check_classes,
+    make_texts,
+    prompt_of,
+    shares_of,
+    texts_of_each,
+    write_records,
+)
 from dpllm.models.generation import Prompt, Sampling
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, read_ledger
-from dpllm.privacy.query_plan import QueryPlan, training_plan
+from dpllm.privacy.query_plan import Charge, QueryPlan, Value, training_plan
+from dpllm.privacy.run_folder import compare_records
+
+COUNTS_FILE = "label_counts.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountedLabels:
+    """Labels whose shares are counted with noise.
+
+    Raises:
+        ConfigError: a value is out of range, or a class occurs twice.
+    """
+
+    classes: tuple[str, ...]
+    """All public classes."""
+    column: str
+    """Column of the private records that holds the label."""
+    noise_multiplier: float = 20.0
+    """Standard deviation of the noise of a count, over the largest change of the counts by one unit."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        check_classes(self.classes)
+        between("--count-noise", self.noise_multiplier, MIN_NOISE, MAX_NOISE)
+
+    @property
+    def charge(self) -> Charge:
+        """The charge of the counts, the same as that of `dpllm methods count`."""
+        event = Query(noise_multiplier=float(self.noise_multiplier), replaced=REPLACED, discrete=True)
+        return Charge(name=CHARGE, event=event, count=1)
+
+    def settings(self, rows_per_unit: int) -> tuple[tuple[str, Value], ...]:
+        """Return the public settings that determine the sensitivity."""
+        return (
+            ("rows of a unit that are counted, at most", rows_per_unit),
+            ("noise of a count (standard deviation)", float(self.noise_multiplier * rows_per_unit)),
+            ("classes", len(self.classes)),
+        )
+
+
+def read_labels(folder: str | Path, plan: QueryPlan, counted: CountedLabels) -> tuple[LabelledUnits, str | None]:
+    """Read the labels of the records that a run was trained on; also return a doubt if the records cannot be compared.
+
+    Nothing is charged yet. The column of the labels may have been added after the training.
+
+    Raises:
+        ConfigError: the folder has no recipe; or the records cannot be read, lack the column or have different units.
+        LedgerError: the contents of the records differ from those of the training.
+    """
+    path = Path(folder) / RECIPE_FILE
+    if not path.is_file():
+        raise ConfigError(
+            f"{folder} holds no {RECIPE_FILE}, so the records whose labels are counted are unknown: count in the "
+            "folder of the run itself, or give the shares as public"
+        )
+    recipe = load_recipe(path)
+    records, _ = load_train_and_eval(recipe.data, recipe.privacy)
+    check_column(records.column_names, counted.column, recipe.data.path, records)
+    units = unit_index_of(records, recipe.privacy, secret_rng())
+    if units.num_units != plan.num_units or units.max_rows > (plan.max_rows_per_unit or 1):
+        raise ConfigError(
+            f"{recipe.data.path} does not have the {plan.num_units:,} units that the run in {folder} was trained on: "
+            "restore the records of the training. The guarantee of both together needs the same people"
+        )
+    doubt = compare_records(Path(folder) / LEDGER_FILE, contents_of(records))
+    return LabelledUnits(counted.classes, [str(label) for label in records[counted.column]], units), doubt
+
+
+def count_noisily(run: QueryRun, units: LabelledUnits, exact: Sequence[int]) -> LabelShares:
+    """Charge the counts, add their noise, write them, and return the resulting shares.
+
+    Guarantee: only the noisy counts leave this function, and they were charged before the noise was drawn.
+
+    Raises:
+        ConfigError: no noisy count is above 0.
+    """
+    noisy = charge_and_count(run, units, exact)
+    path = run.folder / COUNTS_FILE
+    path.write_text(json.dumps(noisy, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return shares_of(list(noisy), np.array(list(noisy.values()), dtype=np.float64))
+
 
 METHOD = "synthetic text"
 FORMATS = ("jsonl", "parquet")
@@ -37,7 +136,7 @@ BLOCKED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A data set to make: everything in it is public.
+    """The public request for a data set.
 
     Raises:
         ConfigError: a number is out of range, or the format is unknown.
@@ -48,7 +147,7 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     """How texts are drawn."""
     filters: FilterSettings = field(default_factory=FilterSettings)
-    """Which of them are left out."""
+    """Which of them are dropped."""
     batch_size: int = 16
     """The most texts that are made together."""
     file_format: str = "jsonl"
@@ -64,7 +163,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Labels:
-    """Labels of a data set, with their shares as public or to be counted.
+    """Labels of a data set, with public shares or with shares to be counted.
 
     Raises:
         ConfigError: neither or both are given.
@@ -78,16 +177,16 @@ class Labels:
     """How they are counted; None: they are public."""
 
     def __post_init__(self) -> None:
-        """Check that the shares have one source, and that the prompt has a place for the label."""
+        """Check that the shares have one source, and that the prompt has a placeholder."""
         if (self.shares is None) == (self.counted is None):
             raise ConfigError("the shares of the labels are either given as public or counted: give one of them")
         prompt_of(self.template, "")
 
 
 def run_of(folder: str | Path) -> Path:
-    """Return the folder of the run to which a model's folder belongs: itself, or the one above a copy in it.
+    """Return the folder of the run that a model's folder belongs to: itself, or its parent for a copy.
 
-    A checkpoint and a merged model in the folder of a run have copies of its ledger, which may lack its last lines.
+    Checkpoints and merged models in the folder of a run have copies of its ledger, which may lack its last lines.
     """
     folder = Path(folder)
     above = Path(os.path.realpath(folder)).parent
@@ -99,14 +198,10 @@ def run_of(folder: str | Path) -> Path:
 
 
 def plan_of(source: str | Path, counted: CountedLabels | None = None) -> QueryPlan:
-    """Return the plan of a data set, with the unit, δ and adjacency of the training run.
-
-    Args:
-        source: folder of the training run, or of a model of it.
-        counted: how labels are counted; None: they are not.
+    """Plan a data set, with the unit, δ and adjacency of the training run.
 
     Raises:
-        ValueError: the run is not private, has not ended, or is no training run.
+        ValueError: the run is not private, has not ended, or is not a training run.
     """
     folder = run_of(source)
     trained, prior = training_plan(folder, "A synthetic data set"), prior_release(folder)
@@ -141,27 +236,27 @@ def make_data_set(
     say: Callable[[str], None] = lambda _: None,
     moved: Callable[[int], None] = lambda _: None,
 ) -> Made:
-    """Make a synthetic data set: count the labels if asked to, draw the texts, and write them with report and card.
+    """Make a synthetic data set: count the labels if requested, draw the texts, write them with report and card.
 
     Guarantee: the folder's ε is that of the training run and of the counts together. No other private value reaches a
     file of the folder.
 
     Args:
-        source: folder of the training run, or of a model of it.
+        source: folder of the training run, or of one of its models.
         output: the new folder.
         model: the model of `source`.
         wanted: prompts, which share the texts evenly, or labels.
         request: number of texts, sampling and filters.
-        budget: the budget file of the people; None: none.
-        to_model: from a prompt to the form that the model was trained with, such as a chat.
-        say: gets a line before each part.
-        moved: gets the number of texts that were kept.
+        budget: the budget file of the data set; None: no budget is charged.
+        to_model: converts a prompt to the format of the training, such as a chat.
+        say: prints a line before each part.
+        moved: called with the number of newly kept texts.
 
     Returns:
-        The texts, and the draws that they took.
+        The texts and the number of draws.
 
     Raises:
-        ValueError: the source is no private run that has ended; the labels do not fit the records. Nothing is charged
+        ValueError: the source is not a finished private run, or the labels do not match the records. Nothing is charged
             then.
         LedgerError: the output folder holds a run.
     """
@@ -175,7 +270,7 @@ def make_data_set(
     if counted is not None:
         say("reading the labels of the private records")
         units, doubt = read_labels(run_of(source), plan, counted)
-        exact = units.exact_counts()  # a label that is no class ends the run before anything is charged
+        exact = units.exact_counts()  # an unknown label ends the run before anything is charged
     results = [texts.name, *([COUNTS_FILE] if counted is not None else [])]
     with QueryRun.begin(output, plan, dataset=plan.dataset, budget=budget, results=results) as run:
         shares = wanted.shares if isinstance(wanted, Labels) else None
@@ -190,14 +285,14 @@ def make_data_set(
         filters = TextFilter(request.filters)
         made = make_texts(model, asked, request.sampling, filters, request.batch_size, moved)
         write_records(texts, made.records)
-        run.release(*([output / COUNTS_FILE] if exact is not None else []), texts)  # at once: all of them or none fit
+        run.release(*([output / COUNTS_FILE] if exact is not None else []), texts)  # in one call: all of them or none
         for fact, value in facts_of(request, made).items():
             run.fact(fact, value)
     return made
 
 
 def facts_of(request: Request, made: Made) -> dict[str, str | int]:
-    """Return the facts of a data set for report and card: all are public, or follow from what was released."""
+    """Return the facts of a data set for report and card: all are public or computed from released texts."""
     sampling, filters = request.sampling, request.filters
     seed = "from the operating system" if sampling.seed is None else f"{sampling.seed}"
     rules = [f"at least {filters.min_words} words"]

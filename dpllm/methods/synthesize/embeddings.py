@@ -1,7 +1,6 @@
-"""Embeddings of texts by a local model: the mean of its last hidden states.
+"""Embeddings of texts by a local public model: the mean of its last hidden states.
 
-Place in the flow: below the distances of the evaluation and the votes of Private Evolution. The model is a public one
-that is at hand; no text leaves the machine.
+The evaluation of synthetic text and Private Evolution compare them. No text leaves the machine.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from dpllm.models.load import NO_CODE, load_tokenizer, not_loaded, require_folde
 
 Floats = NDArray[np.float64]
 LONGEST = 512
-"""Tokens of a text that are read, unless the model reads fewer, or fewer by themselves."""
+"""Tokens of a text that are read, if the model reads that many independently of other texts."""
 
 
 class Embedder:
@@ -34,23 +33,19 @@ class Embedder:
     """
 
     def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, most: int = LONGEST) -> None:
-        """Take a loaded model."""
+        """Store a loaded model."""
         encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", False))
         self.model = (model.get_encoder() if encoder_decoder else model).eval()
         self.tokenizer = tokenizer
-        apart = tokens_by_themselves(model)  # beyond it, a text's vector depends on texts beside it or before it
+        apart = tokens_by_themselves(model)  # beyond it, a text's vector depends on other texts
         self.most = min(most, num_positions(model) or most, apart or most)
 
     @torch.no_grad()
     def embed(self, texts: Sequence[str], batch_size: int = 64) -> Floats:
-        """Return (len(texts), D) float64: for each text the mean of the last hidden states of its tokens.
+        """Return, (len(texts), D) float64, the mean of the last hidden states of each text's tokens.
 
-        A row depends on its text only: padding is masked. A text without a token, or whose states are not finite, has
-        a row of zeros.
-
-        Args:
-            texts: any number.
-            batch_size: the most texts that are read together.
+        A row depends on its text only: padding is masked. A text without tokens, or with states that are not finite,
+        has a row of zeros.
         """
         device = next(self.model.parameters()).device
         rows = [list(self.tokenizer(text, verbose=False)["input_ids"])[: self.most] for text in texts]
@@ -75,12 +70,8 @@ class Embedder:
         return np.array([found[n] for n in range(len(rows))]) if rows else np.zeros((0, width))
 
 
-def load_embedder(name: str, device: str | torch.device | None = None) -> Embedder:
-    """Read a model for embeddings.
-
-    Args:
-        name: a folder in the format of transformers, or a Hub id.
-        device: for the model; None: the accelerator, if there is one.
+def load_embedder(name: str) -> Embedder:
+    """Load a model for embeddings: a folder in the format of transformers, or a Hub id.
 
     Raises:
         ConfigError: it cannot be loaded.
@@ -94,4 +85,4 @@ def load_embedder(name: str, device: str | torch.device | None = None) -> Embedd
     except Exception as error:  # any: damage raises SafetensorError, UnpicklingError, ...
         raise not_loaded("model", name, error) from error
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return Embedder(model.to(device or accelerator or "cpu"), tokenizer)
+    return Embedder(model.to(accelerator or "cpu"), tokenizer)

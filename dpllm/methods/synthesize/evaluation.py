@@ -1,21 +1,22 @@
-"""Evaluation of synthetic text beside real text: distances, a classifier, lengths, overlap with training records.
+"""Evaluation of synthetic text against real text: distances, a classifier, lengths, overlap with training records.
 
-Place in the flow: after the generation; `dpllm methods evaluate` writes the result. Each figure that reads private text
-(held-out or training records) is an exact result on it, so ε does not cover it: such results go to
-``not_for_release/``, and the data set's ledger lists that they were written.
+`dpllm methods evaluate` writes the result. Each figure that reads private text (held-out or training records) is an
+exact result on it, so ε does not cover it: such results go to ``not_for_release/``, and the data set's ledger lists
+that they were written.
 
 The Fréchet distance and MAUVE are figures of samples: compare them with the distance of two samples of real text of the
-same size, which is not 0 (MAUVE: not 1).
+same size, which is not 0 (MAUVE: not 1). Text of one language shares phrases whoever wrote it: compare the overlap with
+that between the training records and text that the model never saw.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,16 +25,254 @@ from scipy import linalg
 
 from dpllm.config import ConfigError
 from dpllm.config.extras import require
-from dpllm.config.values import integer
-from dpllm.methods.synthesize.filters import words_of
-from dpllm.methods.synthesize.overlap import Overlap, overlap
-from dpllm.methods.synthesize.texts import LabelledTexts
+from dpllm.config.values import integer, nearest
+from dpllm.data.readers import read_tables, why_unreadable
+from dpllm.methods.synthesize.texts import LABEL, TEXT, words_of
 from dpllm.privacy.ledger import LEDGER_FILE
 from dpllm.privacy.private_folder import private_path
 from dpllm.report.model_card import add_disclosure
 
 if TYPE_CHECKING:
     from dpllm.methods.synthesize.embeddings import Embedder
+
+
+TEXTS_NAMES = ("texts.jsonl", "texts.parquet")
+"""Names of the file with the texts in the folder of a synthetic data set."""
+_TEXT_COLUMNS = (TEXT, "completion", "ref", "sentence")
+
+
+@dataclass(frozen=True)
+class LabelledTexts:
+    """Texts, each with its label if there are labels.
+
+    Raises:
+        ConfigError: there is no text.
+    """
+
+    name: str
+    """For tables."""
+    texts: tuple[str, ...]
+    labels: tuple[str, ...] | None = None
+    """(len(texts),) None: no labels."""
+
+    def __post_init__(self) -> None:
+        """Check that there is a text."""
+        if not self.texts:
+            raise ConfigError(f"{self.name} holds no text: give a file with texts")
+
+    def part(self, numbers: Sequence[int]) -> LabelledTexts:
+        """Return the texts with these numbers."""
+        labels = None if self.labels is None else tuple(self.labels[number] for number in numbers)
+        return LabelledTexts(self.name, tuple(self.texts[number] for number in numbers), labels)
+
+
+def texts_file(path: str | Path) -> Path:
+    """Return the file of texts: the path itself, or the file in the folder of a synthetic data set.
+
+    Raises:
+        ConfigError: it is missing or cannot be read.
+    """
+    path = Path(path)
+    if path.is_dir():
+        found = next((path / name for name in TEXTS_NAMES if (path / name).is_file()), None)
+        if found is None:
+            raise ConfigError(f"{path} holds neither {' nor '.join(TEXTS_NAMES)}: give a file of texts")
+        return found
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file or folder")
+    reason = why_unreadable(path)
+    if reason is not None:
+        raise ConfigError(f"{path}: cannot be read: {reason}")
+    return path
+
+
+def read_texts(
+    path: str | Path, text_column: str | None = None, label_column: str | None = None, name: str | None = None
+) -> LabelledTexts:
+    """Read texts, and their labels if there are any.
+
+    Args:
+        path: a file, or the folder of a synthetic data set.
+        text_column: None: "text", or another usual name.
+        label_column: None: "label", if there is one.
+        name: for tables; None: the path.
+
+    Raises:
+        ConfigError: the file or a column is missing, or a record has no text; the message gives its number only.
+    """
+    file = texts_file(path)
+    texts: list[Any] = []
+    labels: list[Any] = []
+    for table in read_tables(file):
+        names = table.column_names
+        chosen = text_column or next((one for one in _TEXT_COLUMNS if one in names), None)
+        chosen = chosen or (names[0] if len(names) == 1 else None)
+        if chosen is None or chosen not in names:
+            asked = f"no column '{chosen}'{nearest(chosen, names) or '.'}" if chosen else "no column named text."
+            raise ConfigError(f"{file}: {asked} It has {', '.join(names)}: name the column of texts")
+        if label_column is not None and label_column not in names:
+            raise ConfigError(
+                f"{file}: no column '{label_column}'{nearest(label_column, names) or '.'} It has {', '.join(names)}: "
+                "name the column of labels"
+            )
+        texts += table.column(chosen).to_pylist()
+        known = label_column or (LABEL if LABEL in names else None)
+        labels += table.column(known).to_pylist() if known is not None else []
+    wrong = next((number for number, text in enumerate(texts) if not isinstance(text, str)), None)
+    if wrong is not None:
+        raise ConfigError(f"{file}: record {wrong} has no text: fill it in, or remove it")
+    missing = next((number for number, label in enumerate(labels) if label is None), None)
+    if missing is not None and label_column is not None:
+        raise ConfigError(f"{file}: record {missing} has no label: fill it in, or remove it")
+    own = tuple(map(str, labels)) if labels and missing is None else None
+    return LabelledTexts(name or str(path), tuple(texts), own)
+
+
+Words = Sequence[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlap:
+    """The overlap of two sets of texts, word for word."""
+
+    ngram: int
+    """n."""
+    shared: float
+    """Share of the distinct n-grams of the texts that occur in the others; 0 if there are none."""
+    longest_median: float
+    """Median over the texts of the longest run of words that occurs in one of the others."""
+    longest: int
+    """The longest such run of all texts, in words."""
+    whole: float
+    """Share of the texts that are equal to one of the others."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        return dict(vars(self))
+
+
+class Runs:
+    """The runs of words of some texts, and which of them occur in other texts.
+
+    A suffix automaton (Blumer et al. 1985) of the concatenated texts. The others are read one by one and not stored, so
+    memory grows with the texts only, and time with the words of both.
+
+    >>> runs = Runs([["the", "red", "dog", "sleeps"], ["barks", "one"]])
+    >>> runs.mark(["a", "red", "dog", "barks"])
+    >>> runs.mark(["one", "dog", "sleeps"])
+    >>> runs.longest()
+    [2, 1]
+    """
+
+    def __init__(self, texts: Sequence[Words]) -> None:
+        """Build the automaton; unique separators keep runs within one text."""
+        self._texts = texts
+        self._next: list[dict[str, int]] = [{}]
+        self._link, self._length = [-1], [0]
+        last = 0
+        for number, words in enumerate(texts):
+            for word in (*words, f"\0{number}"):
+                last = self._extend(last, word)
+        self._marked = [0] * len(self._length)
+
+    def mark(self, words: Words) -> None:
+        """Mark the runs of another text."""
+        state, length = 0, 0
+        for word in words:
+            while state and word not in self._next[state]:
+                state = self._link[state]
+                length = self._length[state]
+            if word in self._next[state]:
+                state, length = self._next[state][word], length + 1
+            self._marked[state] = max(self._marked[state], length)
+
+    def longest(self) -> list[int]:
+        """Return, for each text, the length of its longest run that occurs in one of the others."""
+        marked = list(self._marked)
+        for state in sorted(range(1, len(marked)), key=self._length.__getitem__, reverse=True):
+            if marked[state]:  # then its shorter suffixes occur too
+                marked[self._link[state]] = self._length[self._link[state]]
+        found = []
+        for words in self._texts:
+            state, most = 0, 0
+            for word in words:
+                state = self._next[state][word]
+                longest = state
+                while longest and not marked[longest]:
+                    longest = self._link[longest]
+                most = max(most, marked[longest] if longest else 0)
+            found.append(most)
+        return found
+
+    def _extend(self, last: int, word: str) -> int:
+        new = self._state(self._length[last] + 1, {}, 0)
+        place = last
+        while place != -1 and word not in self._next[place]:
+            self._next[place][word] = new
+            place = self._link[place]
+        if place == -1:
+            return new
+        found = self._next[place][word]
+        if self._length[found] == self._length[place] + 1:
+            self._link[new] = found
+            return new
+        copy = self._state(self._length[place] + 1, dict(self._next[found]), self._link[found])
+        while place != -1 and self._next[place].get(word) == found:
+            self._next[place][word] = copy
+            place = self._link[place]
+        self._link[found] = self._link[new] = copy
+        return new
+
+    def _state(self, length: int, following: dict[str, int], link: int) -> int:
+        self._next.append(following)
+        self._length.append(length)
+        self._link.append(link)
+        return len(self._length) - 1
+
+
+def overlap(texts: Sequence[str], others: Iterable[str], ngram: int = 8) -> Overlap:
+    """Compare texts with others, word for word; case and punctuation do not matter.
+
+    >>> overlap(["a red dog ran", "he slept"], ["A red dog sat.", "He slept!"], ngram=3)
+    Overlap(ngram=3, shared=0.5, longest_median=2.5, longest=3, whole=0.5)
+    """
+    own = [words_of(text) for text in texts]
+    grams = {gram for words in own for gram in _ngrams(words, ngram)}
+    wholes = {tuple(words) for words in own}
+    shared: set[tuple[str, ...]] = set()
+    same: set[tuple[str, ...]] = set()
+    runs = Runs(own)
+    for other in others:
+        words = words_of(other)
+        shared.update(gram for gram in _ngrams(words, ngram) if gram in grams)
+        if tuple(words) in wholes:
+            same.add(tuple(words))
+        runs.mark(words)
+    longest = runs.longest()
+    return Overlap(
+        ngram=ngram,
+        shared=len(shared) / len(grams) if grams else 0.0,
+        longest_median=float(median(longest)),
+        longest=max(longest),
+        whole=fmean(tuple(words) in same for words in own),
+    )
+
+
+def _ngrams(words: Words, n: int) -> Iterator[tuple[str, ...]]:
+    return (tuple(words[start : start + n]) for start in range(len(words) - n + 1))
+
+
+def longest_runs(texts: Sequence[str], canaries: Sequence[str]) -> NDArray[np.float64]:
+    """Return, (len(canaries),), the number of words in each canary's longest run that occurs in a text.
+
+    >>> longest_runs(["a red fox ran home"], ["my red fox ran", "one old dog sat"]).tolist()
+    [3.0, 0.0]
+    """
+    runs = Runs([words_of(canary) for canary in canaries])
+    for text in texts:
+        runs.mark(words_of(text))
+    return np.asarray(runs.longest(), dtype=np.float64)
+
 
 Floats = NDArray[np.float64]
 SEED = 20240229
@@ -81,7 +320,7 @@ def mauve(first: Floats, second: Floats) -> float:
 
 
 def some_of(count: int, most: int) -> list[int]:
-    """Return at most this many of the numbers below ``count``, chosen by a public constant, in their order.
+    """Return at most this many numbers below ``count``, chosen by a public constant, in increasing order.
 
     >>> some_of(3, 3), len(some_of(9, 2))
     ([0, 1, 2], 2)
@@ -100,11 +339,11 @@ class Accuracy:
     """The result on the tested texts."""
 
     accuracy: float
-    """Share of right labels."""
+    """Share of correct labels."""
     macro_f1: float
     """Mean over the labels of F1."""
     majority: float
-    """Accuracy of always naming the commonest label of the tested texts."""
+    """Accuracy of always predicting the commonest label of the tested texts."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
@@ -112,15 +351,9 @@ class Accuracy:
 
 
 def classify(texts: Texts, labels: Sequence[str], tested: Texts, truth: Sequence[str]) -> Accuracy:
-    """Train on synthetic texts and test on real held-out texts: are the labels right and useful?
+    """Train a classifier on texts and test it on real held-out texts: are the labels right and useful?
 
     Words and pairs of words weighted by TF-IDF, and logistic regression, both by scikit-learn.
-
-    Args:
-        texts: to learn from.
-        labels: of each of them.
-        tested: real held-out texts.
-        truth: of each of them.
 
     Raises:
         ConfigError: the extra "synthetic" is not installed, or the texts have only one label, or no word.
@@ -151,8 +384,8 @@ def classify(texts: Texts, labels: Sequence[str], tested: Texts, truth: Sequence
 EVALUATION_FILE = "not_for_release/evaluation.json"
 """Results in the folder of a data set, relative to it."""
 DISCLOSED = "evaluation of synthetic text on real text"
-"""The report's words for these results, which ε does not cover."""
-_FEWEST = 50  # texts for which a distance says anything
+"""The report's name of these results, which ε does not cover."""
+_FEWEST = 50  # texts for a meaningful distance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,14 +413,14 @@ class EvaluationSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SetFigures:
-    """The figures of one set of texts. One that was not asked for, or has no meaning for this set, is None."""
+    """The figures of one set of texts; None: not requested, or meaningless for this set."""
 
     name: str
     num_texts: int
     words: tuple[float, float, float, float]
     """Mean, 5 % quantile, median and 95 % quantile of the number of words of a text."""
     duplicates: float
-    """Share of the texts that are a copy of an earlier one."""
+    """Share of the texts that are copies of an earlier one."""
     mauve: float | None = None
     """MAUVE to the real held-out texts; 1: alike."""
     frechet: float | None = None
@@ -209,17 +442,17 @@ _WORDS = ("mean", "5 %", "median", "95 %")
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The figures of each set, the synthetic one first."""
+    """The figures of all sets, the synthetic ones first."""
 
     sets: tuple[SetFigures, ...]
     compared: int
-    """Texts of each set that the distances read."""
+    """Number of texts of each set in the distances."""
     embedding: str | None
     """Name of the embedding model; None: no distance was computed."""
     reads_training: bool
     """Whether training records were read."""
     notes: tuple[str, ...] = field(default=())
-    """About figures that are missing."""
+    """Why figures are missing."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
@@ -232,7 +465,7 @@ class Evaluation:
         }
 
     def save(self, path: str | Path) -> None:
-        """Write JSON, and a table beside it (``.md``)."""
+        """Write JSON, and a table in Markdown next to it."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self.to_dict(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -262,11 +495,11 @@ _FIGURES: Mapping[str, Callable[[SetFigures], str]] = {
     "longest common run: largest": lambda one: "" if one.overlap is None else f"{one.overlap.longest} words",
     "texts that are training records": lambda one: "" if one.overlap is None else f"{one.overlap.whole:.2%}",
 }
-"""Figure, in words -> its value for a set."""
+"""Name of a figure -> its value for a set."""
 
 
 def evaluation_table(evaluation: Evaluation) -> tuple[list[str], list[list[str]]]:
-    """Return the table of an evaluation: its head, and a row for each figure that a set has, a column for each set."""
+    """Return the table of an evaluation: its head, and rows of figures with a column for each set."""
     rows = [[name, *(value(one) for one in evaluation.sets)] for name, value in _FIGURES.items()]
     head = ["", *(one.name for one in evaluation.sets)]
     return head, [row for row in rows if any(row[1:])]
@@ -283,20 +516,20 @@ def evaluate(
 ) -> Evaluation:
     """Compare sets of synthetic texts with real ones.
 
-    The real texts have their own rows, so that each figure has its yardstick: the training records (a distance and an
-    accuracy that real text reaches), and the held-out records (the overlap that a text has which the model never saw).
+    The real texts have their own rows, as a yardstick for each figure: the training records for distance and accuracy,
+    the held-out records for the overlap of texts that the model never saw.
 
     Args:
-        synthetic: one set or more, each with a row.
+        synthetic: one set or more.
         real: held-out real texts.
         train: the records that were trained on; None: no overlap is computed.
-        embedder: for the distances; None: none is computed.
-        embedding: its name.
+        embedder: for the distances; None: no distance is computed.
+        embedding: name of the embedding model.
         settings: of the comparison.
         say: gets a line before each part.
 
     Raises:
-        ConfigError: the extra "synthetic" is needed and not installed, or too few texts are given.
+        ConfigError: the extra "synthetic" is not installed, or there are too few texts.
     """
     settings = settings or EvaluationSettings()
     if not synthetic:
@@ -341,7 +574,7 @@ def _classified(
     number: int,
     say: Callable[[str], None],
 ) -> list[str]:
-    """Train a classifier on equally many texts of each set with labels; return a line for each that has none."""
+    """Train a classifier on equally many texts of each set with labels; return a note for each without."""
     if real.labels is None:
         return [f"No classifier: {real.name} has no labels."]
     notes = []
@@ -371,13 +604,10 @@ def _figures(one: LabelledTexts, figures: dict[str, Any]) -> SetFigures:
 
 
 def require_outside(path: str | Path) -> None:
-    """Refuse a file of exact results in a folder that people publish.
-
-    Args:
-        path: of the results.
+    """Refuse to write exact results into a folder for release.
 
     Raises:
-        ConfigError: a folder above it is that of a release, and the file is not in its ``not_for_release/``.
+        ConfigError: a parent folder is that of a release, and the file is not in its ``not_for_release/``.
     """
     path, private = Path(path).resolve(), Path(EVALUATION_FILE).parent.name
     for folder in path.parents:
@@ -389,15 +619,12 @@ def require_outside(path: str | Path) -> None:
 
 
 def note_evaluation(folder: str | Path) -> None:
-    """Write into the ledger of a data set's folder that results on real text exist, and its report and card again.
+    """Record in the ledger of a data set that results on real text exist, and update its report and card.
 
-    A folder without a ledger has no guarantee, and nothing is written.
-
-    Args:
-        folder: of a synthetic data set.
+    A folder without a ledger has no guarantee and is not changed.
 
     Raises:
-        ValueError: the ledger is damaged, or a run is writing it.
+        ValueError: the ledger is damaged, or a run is writing to it.
     """
     folder = Path(folder)
     if (folder / LEDGER_FILE).is_file():

@@ -14,6 +14,6 @@ METHOD = Method(
     name="tune",
     commands=("dpllm.methods.tune.command:tune",),
     folder=MethodFolder(
-        record=RECORD_FILE, what="a tuning", released=RELEASED_FOLDER, verify="dpllm.methods.tune.check:verify_tuning"
+        record=RECORD_FILE, what="a tuning", released=RELEASED_FOLDER, verify="dpllm.methods.tune.tune:verify_tuning"
     ),
 )

@@ -49,9 +49,8 @@ def tune(
     that of all runs added up. The recipe's target ε is that of the release. The runs are compared on held-out rows,
     which must be public. The same command continues a tuning that was interrupted.
     """
-    environment = dict(os.environ)  # of the runs; the libraries that check the recipe write into this process's own
-    from dpllm.methods.tune.search import load_search
-    from dpllm.methods.tune.tune import prepare
+    environment = dict(os.environ)  # for the runs: libraries that check the recipe change this process's environment
+    from dpllm.methods.tune.tune import load_search, prepare
     from dpllm.methods.tune.tune import tune as take
 
     prepared = prepare(recipe, overrides or (), load_search(search))
@@ -66,13 +65,13 @@ def tune(
     if as_json:
         show({**values, "released": None if released is None else str(released)}, [], "", as_json)
     elif released is None:
-        typer.echo("No run gave a model, so nothing is released. The tuning stays charged.")
+        typer.echo("No run produced a model, so nothing is released. The tuning stays charged.")
     else:
         typer.echo(f"Released: {released} (check it with: dpllm verify {released})")
 
 
 def _cost(prepared: Tuning) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    """Return the cost of a tuning before it begins: values for programs, rows for people."""
+    """Return the cost of a tuning before it begins, as values and as rows to print."""
     plan, selection = prepared.plan, prepared.search.selection
     one = plan.guarantee.of(plan.history_of_run)
     often, seldom = selection.number_at(0.5), selection.number_at(0.99)
@@ -101,7 +100,7 @@ def _runner(launch: str, environment: dict[str, str]) -> Callable[[Path, Path], 
     words = shlex.split(launch)
     if not words:
         raise ValueError("--launch is empty: give the command that trains a recipe")
-    if words[0] == "dpllm":  # this installation, also where it is not on the path
+    if words[0] == "dpllm":  # this installation, even if it is not on the path
         words[:1] = [sys.executable, "-m", "dpllm"]
     if not any("{recipe}" in word for word in words):
         words += ["--config", "{recipe}"]
@@ -113,7 +112,7 @@ def _runner(launch: str, environment: dict[str, str]) -> Callable[[Path, Path], 
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env=environment,
-                start_new_session=True,  # Ctrl-C reaches it once, through this program
+                start_new_session=True,  # so that it gets Ctrl-C once, from this program
             )
             started(process)
             code = process.wait()
@@ -124,9 +123,9 @@ def _runner(launch: str, environment: dict[str, str]) -> Callable[[Path, Path], 
 
 @contextlib.contextmanager
 def _ends_with_us() -> Iterator[Callable[[subprocess.Popen[bytes]], None]]:
-    """End a run when this program is stopped, and wait until it has saved its checkpoint; the run then does not count.
+    """On a signal, stop the running training and wait until it has saved its checkpoint.
 
-    It is continued by the next start, since no end is noted for it.
+    The run has no end in the record, so the next start continues it.
 
     Raises:
         KeyboardInterrupt: after the block, if a signal came.
@@ -138,7 +137,7 @@ def _ends_with_us() -> Iterator[Callable[[subprocess.Popen[bytes]], None]]:
         received.append(number)
         for process in running:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, number)  # not waited for here: a signal may interrupt the waiting itself
+                os.killpg(process.pid, number)  # without waiting: a signal may interrupt the wait itself
 
     def started(process: subprocess.Popen[bytes]) -> None:
         running.append(process)

@@ -1,8 +1,8 @@
 """The record of a private tuning: the number of runs and the candidates that were drawn, and how each run ended.
 
-Place in the flow: written before the first run, and after each. It is private: the guarantee of a tuning holds only
-while the number of runs stays secret. The draws are on the disk before any run begins, and are taken again after a
-restart. Drawing them again until they please would make the stated ε untrue.
+The record is private: the guarantee of a tuning holds only while the number of runs stays secret. The draws are on the
+disk before any run begins, and a restart uses them again. Repeating the draws until they please would make the stated ε
+untrue.
 
 It is a chained file, as a ledger is (`dpllm.privacy.chained_file`). If the tuning is charged to a budget, the entry
 there holds the hash of the draws, so that they cannot be replaced.
@@ -23,7 +23,7 @@ from dpllm.privacy.chained_file import CHAIN_START, ChainedFile, chained_lines, 
 
 
 class TuningError(ValueError):
-    """Error: the files of a tuning contradict each other, or were edited."""
+    """The files of a tuning contradict each other, or were edited."""
 
 
 class RecordFile(ChainedFile):
@@ -39,17 +39,17 @@ class RecordFile(ChainedFile):
 
 @dataclass(frozen=True)
 class DrawnRun:
-    """A run as it was drawn."""
+    """A run that was drawn."""
 
     folder: str
-    """Random name of its folder, which does not tell its place among the runs."""
+    """Random name of its folder, which does not reveal its place among the runs."""
     candidate: int
     """Number of its candidate."""
 
 
 @dataclass
 class Record:
-    """A record as it was read, or as it is written."""
+    """The contents of a record, and how to append to it."""
 
     path: Path
     draws: dict[str, Any]
@@ -110,11 +110,6 @@ class Record:
 def create_record(path: Path, draws: Mapping[str, Any], runs: Sequence[DrawnRun]) -> Record:
     """Write the draws of a new tuning, durably.
 
-    Args:
-        path: the file, which must not exist.
-        draws: the settings of the tuning, as JSON values.
-        runs: the runs that were drawn.
-
     Raises:
         TuningError: the file exists.
     """
@@ -127,7 +122,7 @@ def create_record(path: Path, draws: Mapping[str, Any], runs: Sequence[DrawnRun]
             file.append({"kind": "drawn", "id": name, "file": file.identity(name), **draws, "runs": drawn})
         os.link(half, path)  # unlike a rename, it fails if the file exists
     except FileExistsError as error:
-        raise TuningError(f"{path} exists: the draws of a tuning are never made again") from error
+        raise TuningError(f"{path} exists: the draws of a tuning are never repeated") from error
     finally:
         half.unlink(missing_ok=True)
     sync_folder(path.parent)
@@ -190,7 +185,7 @@ def open_record(path: Path) -> tuple[Record, RecordFile]:
                 "in two places releases two selections, and states the ε of one. Continue in the original folder, or "
                 "begin another tuning, which is charged separately"
             )
-        file.cut(record.size)  # what a crash left of a line
+        file.cut(record.size)  # an incomplete line after a crash
     except BaseException:
         file.close()
         raise

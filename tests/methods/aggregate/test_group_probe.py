@@ -1,4 +1,4 @@
-"""Tests of dpllm.methods.aggregate.probe: the audit of answers of groups asks what the command asks."""
+"""Tests of dpllm.methods.attacks.probes: the audit of answers of groups asks what the command asks."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import pytest
 
 from dpllm.audit.bounds import Claim
 from dpllm.mechanism.query import Query
-from dpllm.methods.aggregate import combined as module
-from dpllm.methods.aggregate.probe import group_probe
-from dpllm.methods.aggregate.thresholded import ThresholdedCounts
+from dpllm.methods.aggregate import combination as module
+from dpllm.methods.aggregate.combination import ThresholdedCounts
 from dpllm.methods.attacks.answers import run_trials
+from dpllm.methods.attacks.probes import group_probe
 from dpllm.privacy.query_plan import Charge, QueryPlan
 
 EVENTS = {

@@ -8,7 +8,7 @@ from transformers import LlamaForCausalLM
 from dpllm.audit.bounds import AuditError
 from dpllm.config import load_recipe, recipe_to_dict, save_recipe
 from dpllm.data.rows import train_tokenizer
-from dpllm.methods.attacks.released import draw_sample, load_causal_model, load_released, record_key, starting_point
+from dpllm.methods.attacks.attacks import draw_sample, load_causal_model, load_released, record_key, starting_point
 from dpllm.privacy.ledger import Ledger
 from dpllm.privacy.plan import make_plan
 from tests.conftest import tiny_llama_config
@@ -56,7 +56,7 @@ def folder(tmp_path, recipe_of):
 
 def test_a_whole_folder_is_read(folder):
     """Model, tokenizer, recipe; without a ledger there is no claim."""
-    found = load_released(folder, device="cpu")
+    found = load_released(folder)
     assert found.history is None and found.plan is None and not found.model.training
     assert found.collator.pad_token_id == 0 and starting_point(found) == str(folder)
     sample = draw_sample(found.recipe, 100)

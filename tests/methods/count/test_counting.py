@@ -18,8 +18,7 @@ from dpllm.data.rows import DataError
 from dpllm.data.units import UnitIndex
 from dpllm.methods.count import counting
 from dpllm.methods.count.counting import LabelledUnits, count_labels, plan_count, read_units
-from dpllm.methods.queries.randomness import Randomness
-from dpllm.methods.queries.run import QueryRun
+from dpllm.methods.queries.run import QueryRun, Randomness
 from dpllm.privacy.budget import read_budget
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.query_plan import QueryPlan

@@ -6,10 +6,8 @@ import numpy as np
 import torch
 
 from dpllm import PrivacyConfig, make_plan
-from dpllm.methods.federated.local import SharedWeights
-from dpllm.methods.federated.participant import Participant
-from dpllm.methods.federated.rounds import Rounds
-from dpllm.methods.federated.transport import InMemory
+from dpllm.methods.federated.client import Clients, SharedWeights
+from dpllm.methods.federated.run import Rounds
 from tests.memory_ledger import MemoryLedger
 
 SIZE = 40
@@ -48,10 +46,9 @@ def plan_of(num_clients=30, batch=10, rounds=4, secure=False, **changes):
     return make_plan(PrivacyConfig(**options), num_clients, rounds)
 
 
-def rounds_of(plan, update_UD, clients=lambda inner: inner, rate=1.0):
+def rounds_of(plan, update_UD, clients=lambda inner: inner, rate=1.0, dropouts=0.0):
     """The rounds over clients that send these updates, the weights, and the training."""
     model, sends = Vector(update_UD.shape[1]), Sends(update_UD)
-    answer = Participant(plan, sends, lambda client: client).answer
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-    there = clients(InMemory(plan.num_units, answer))
+    there = clients(Clients(plan, sends, lambda client: client, dropouts))
     return Rounds(plan, MemoryLedger(), there, SharedWeights(model, "freeze_a"), optimizer), model, sends

@@ -8,26 +8,29 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from dpllm.audit.bounds import AuditError, Claim
 from dpllm.config import ConfigError
-from dpllm.methods.federated.local import SharedWeights
-from dpllm.methods.federated.rounds import Rounds, against_the_server, require_federated, words_about_the_server
-from dpllm.methods.federated.transport import DroppingOut, InMemory
+from dpllm.methods.attacks.answers import run_rounds
+from dpllm.methods.attacks.probes import RoundProbe, small_federation
+from dpllm.methods.federated import client
+from dpllm.methods.federated.client import Clients, SharedWeights
+from dpllm.methods.federated.run import Rounds, against_the_server, require_federated, words_about_the_server
 from dpllm.privacy.accounting import epsilon
+from dpllm.privacy.plan import PrivacyPlan
 from tests.memory_ledger import MemoryLedger
 from tests.methods.federated.small import SIZE, Vector, plan_of, rounds_of
 from tests.mutations import kills
 
 
 class Counting:
-    """A transport that remembers who was asked for an update."""
+    """Clients that remember who was asked for an update."""
 
     def __init__(self, clients):
         self.clients, self.num_clients, self.cohorts = clients, clients.num_clients, []
 
-    def ask(self, requests):
-        if all(one["task"] in ("update", "keys") for one in requests.values()):
-            self.cohorts.append(sorted(requests))
-        return self.clients.ask(requests)
+    def answers(self, cohort, weights, number):
+        self.cohorts.append(sorted(cohort))
+        return self.clients.answers(cohort, weights, number)
 
 
 def units_of(size, count):
@@ -41,7 +44,7 @@ def moved(model):
 
 @kills(
     "the cohort of a federated round has a fixed size",
-    "dpllm/methods/federated/rounds.py",
+    "dpllm/methods/federated/run.py",
     "plan.mechanism.sampler.steps(secret_rng())",
     "iter(lambda: secret_rng().permutation(plan.num_units)[: plan.expected_batch_size], None)",
 )
@@ -62,7 +65,7 @@ def test_a_cohort_is_a_poisson_sample_of_all_clients():
 
 @kills(
     "the sum of a federated round is divided by the realised cohort",
-    "dpllm/methods/federated/rounds.py",
+    "dpllm/methods/federated/run.py",
     "mean = total / self._plan.expected_batch_size",
     "mean = total / max(1, len(drawn))",
 )
@@ -80,7 +83,7 @@ def test_the_sum_is_divided_by_the_public_size():
 
 @kills(
     "the update of a client is not bounded",
-    "dpllm/methods/federated/participant.py",
+    "dpllm/methods/federated/client.py",
     "return update if size <=",
     "return update if size >",
 )
@@ -99,7 +102,7 @@ def test_no_client_moves_the_sum_by_more_than_the_clip_norm(secure):
 
 @kills(
     "a trusted server adds no noise to the sum of the updates",
-    "dpllm/methods/federated/rounds.py",
+    "dpllm/methods/federated/run.py",
     "self._noise.add_share_(",
     "(lambda *_, **__: None)(",
 )
@@ -119,15 +122,13 @@ def test_a_trusted_server_adds_the_noise_of_the_plan_once():
 
 
 class Leaving:
-    """A transport in which all but the first n clients leave after their keys were shared."""
+    """Clients of which all but the first n drop out."""
 
     def __init__(self, clients, staying):
         self.clients, self.num_clients, self.staying = clients, clients.num_clients, staying
 
-    def ask(self, requests):
-        late = any(one["task"] in ("masked", "unmask") for one in requests.values())
-        there = sorted(requests)[: self.staying] if late else requests
-        return self.clients.ask({client: requests[client] for client in there})
+    def answers(self, cohort, weights, number):
+        return self.clients.answers(sorted(cohort)[: self.staying], weights, number)
 
 
 def secure_plan(**changes):
@@ -162,7 +163,7 @@ def test_a_round_is_charged_before_anybody_is_asked():
     class Fails:
         num_clients = 30
 
-        def ask(self, requests):
+        def answers(self, *_):
             assert ledger.num_steps == 1
             raise OSError("no way")
 
@@ -178,7 +179,7 @@ def test_a_round_is_charged_before_anybody_is_asked():
 def test_dropouts_leave_a_smaller_sum_and_the_same_noise():
     plan = plan_of(num_clients=50, batch=50, rounds=40, noise_multiplier=0.01, max_batch_size=50)
     update = np.tile(np.full(SIZE, 1 / np.sqrt(SIZE)), (50, 1))
-    rounds, model, _ = rounds_of(plan, update, lambda inner: DroppingOut(inner, 0.2, 1))
+    rounds, model, _ = rounds_of(plan, update, dropouts=0.2)
     for _ in range(40):
         rounds.take()
     assert np.linalg.norm(moved(model)) == pytest.approx(40 * 0.8, rel=0.05)
@@ -204,7 +205,7 @@ def test_the_number_of_clients_is_that_of_the_plan():
 
     model = Vector()
     with pytest.raises(ConfigError, match="29 clients"):
-        there = InMemory(29, lambda *_: {})
+        there = Clients(plan_of(num_clients=29), None, None)
         Rounds(plan_of(), MemoryLedger(), there, SharedWeights(model, "freeze_a"), torch.optim.SGD(model.parameters()))
 
 
@@ -215,3 +216,47 @@ def test_the_server_has_a_weaker_guarantee_and_is_told_so():
     assert against_the_server(plan) == epsilon([(without, 5)], plan.delta) > 4 * 1.2
     assert "the server sees the sum of a round" in words_about_the_server(plan)
     assert "a trusted server sees the bounded update" in words_about_the_server(plan_of())
+
+
+SECURE = {"noise": {"kind": "distributed", "dropouts": 0.5, "min_batch_size": 3}, "randomness": "discrete"}
+
+
+def test_rounds_are_consistent_and_unclipped_updates_refuted(monkeypatch):
+    """The canary moves the sum by C; without clipping by ten times as much, and the claim is refuted."""
+    plan = small_federation(plan_of(noise_multiplier=0.8, clip_norm=0.5), 150)
+    found = run_rounds(plan, RoundProbe, 150)
+    claim = Claim(found.history, 1e-3, 0.999, 1)
+    assert found.scores[found.included].mean() - found.scores[~found.included].mean() == pytest.approx(0.5, abs=0.35)
+    assert not claim.refuted_in_trials(found.scores, found.included)
+    monkeypatch.setattr(client, "bounded", lambda update, plan: update)
+    found = run_rounds(plan, RoundProbe, 150)
+    assert claim.refuted_in_trials(found.scores, found.included)
+
+
+def test_the_noise_of_secure_rounds_is_that_of_the_fewest_survivors():
+    """Half of the clients leave, so two of four send; their shares together are σC, and the claim has no sampling."""
+    plan = small_federation(plan_of(noise_multiplier=0.8, clip_norm=0.5, **SECURE), 60)
+    found = run_rounds(plan, RoundProbe, 60)
+    apart = found.scores - np.where(found.included, 0.5, 0.0)
+    assert plan.num_units == plan.expected_batch_size == 4
+    assert apart.std() == pytest.approx(0.4, rel=0.4)
+    ((event, count),) = found.history
+    assert (event.sampling_rate, event.noise_multiplier, count) == (1.0, 0.8, 1)
+
+
+def test_what_is_no_audit_of_rounds_is_refused():
+    """Rounds that charge nothing, too few, and a plan of another kind of run."""
+
+    class Free:
+        history = ()
+
+        def answer(self, there):
+            return 0.0
+
+    plan = small_federation(plan_of(), 20)
+    with pytest.raises(AuditError, match="20 rounds"):
+        run_rounds(plan, lambda plan, ledger: Free(), 20)
+    with pytest.raises(AuditError, match="takes 10"):
+        run_rounds(plan, RoundProbe, 9)
+    with pytest.raises(ConfigError, match="run protects"):
+        small_federation(PrivacyPlan.untruncated(10, 5, 4, 1.0, 1.0, 1e-3), 20)

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from dpllm.cli.program import app
 from dpllm.config import ConfigError, load_recipe
-from dpllm.methods.federated.local import LocalTraining
+from dpllm.methods.federated.client import LocalTraining
 from dpllm.methods.federated.run import run
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
@@ -124,7 +124,7 @@ def test_a_client_has_rows_of_its_own_split_records_only(recipe_file, tmp_path, 
         (["federated=null"], "has no section federated"),
         (["train.weight_decay=0.1"], "train.weight_decay is not used by a federated run"),
         (["train.max_steps=null"], "needs train.max_steps, the number of rounds"),
-        (["microbatch.pack=true"], r"does not have microbatch\.pack"),
+        (["microbatch.pack=true"], r"does not support microbatch\.pack"),
         (["data.columns.unit=", "privacy.max_rows_per_unit="], "set data.columns.unit"),
         (["privacy.seed=1"], "leave privacy.seed"),
         (["privacy.noise={kind: banded, bands: 2}"], "has no 'flat' clipping with 'banded' noise"),
@@ -153,7 +153,7 @@ def test_one_trainer_does_not_run_a_federated_recipe(recipe_file, tmp_path):
 
 def test_a_run_that_fails_stays_charged_for_its_rounds(recipe_file, tmp_path, monkeypatch):
     """The ledger has ended, with the rounds that were drawn."""
-    from dpllm.methods.federated.local import LocalTraining
+    from dpllm.methods.federated.client import LocalTraining
 
     def fail(self, *args):
         raise OSError("a client's disk is full")
@@ -169,7 +169,7 @@ def test_a_run_that_fails_stays_charged_for_its_rounds(recipe_file, tmp_path, mo
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")  # no round moved the weights
 def test_a_round_that_is_given_up_is_an_open_point(recipe_file, tmp_path, monkeypatch):
     """δ counts on the declared dropouts: rounds with too few survivors show that more clients left."""
-    monkeypatch.setattr("dpllm.methods.federated.rounds.secure_sum", lambda *_: None)  # too few survive
+    monkeypatch.setattr("dpllm.methods.federated.client.Clients.answers", lambda *_: {})  # too few survive
     output = tmp_path / "run"
     assert run(load_recipe(recipe_file, [f"train.output_dir={output}", *SECURE])) == 0
     assert read_ledger(output / LEDGER_FILE).num_steps == 2

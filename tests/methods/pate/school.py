@@ -35,8 +35,8 @@ def write_token_recipe(folder, *, records=None, prompts=None, **changes):
     """
     records = records or [{"text": f"{WORDS[n % 7]} {WORDS[n]} small man {WORDS[n // 2]}"} for n in range(12)]
     prompts = prompts or [{"text": word} for word in ("the dog", "one", "seven red clouds")]
-    model, pate = {"adapter": {"r": 2, "target_modules": "all-linear"}}, {"max_new_tokens": 5, "candidates": 8}
-    return _write(folder, records, prompts, {"model": model, "data": {"format": "text"}, "pate": pate}, changes)
+    model, teach = {"adapter": {"r": 2, "target_modules": "all-linear"}}, {"max_new_tokens": 5, "candidates": 8}
+    return _write(folder, records, prompts, {"model": model, "data": {"format": "text"}, "pate": teach}, changes)
 
 
 def _write(folder, records, prompts, kind, changes):

@@ -1,16 +1,54 @@
-"""The plan of a PATE run, and everything that is refused before a teacher is trained."""
+"""The recipe and the plan of a PATE run."""
 
 import json
 
 import pytest
+from typer.testing import CliRunner
 
+from dpllm.cli.program import app
 from dpllm.config import ConfigError
 from dpllm.config.recipe_file import load_query_recipe
 from dpllm.data.records import DataError
 from dpllm.methods.pate.prepare import prepare
 from dpllm.methods.pate.votes import CHECKS, LABELS, TOKENS
+from dpllm.methods.sections import SET_BY_PATE, PateConfig
+from tests.cli.test_cli import as_json, run
+from tests.methods.pate.school import TEACHERS, write_recipe
 from tests.mutations import kills
 from tests.small_model import WORDS
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"teachers": 1}, "teachers must be at least 2"),
+        ({"threshold": 30}, "threshold needs max_answers: how many votes pass the check depends on the private"),
+        ({"max_answers": 30}, "max_answers belongs to threshold"),
+        ({"threshold": 51, "max_answers": 3}, "threshold must be at most teachers=50, got 51"),
+        ({"threshold": 30, "max_answers": 0}, "max_answers must be at least 1"),
+        ({"check_noise": 0}, "check_noise must be greater than 0"),
+        ({"max_prompts": 0}, "max_prompts must be at least 1"),
+        ({"max_shared_records": -1}, "max_shared_records must be at least 0"),
+        ({"student": "no"}, "student must be true or false"),
+        ({"train": {"learning_rate": "1e-3"}}, "train.learning_rate must be a finite number"),
+        ({"train": {"average": {"kind": "ema", "decay": 0.9}}}, "average is an option of the private training"),
+        ({"public_prompts": ""}, "public_prompts must be a text"),
+        ({"prompts_column": ""}, "prompts_column must be a text"),
+        ({"prompts_split": ""}, "prompts_split must be a text"),
+    ],
+)
+def test_values_that_cannot_be_used_are_refused(values, text):
+    """By name, with the remedy."""
+    with pytest.raises(ConfigError, match=text):
+        PateConfig(**{"public_prompts": "public.jsonl", **values})
+
+
+@pytest.mark.parametrize("section", ["train", "student_train"])
+@pytest.mark.parametrize("name", SET_BY_PATE)
+def test_options_that_would_show_a_teacher_are_refused(section, name):
+    """Losses, checkpoints and evaluations of a teacher are private."""
+    with pytest.raises(ConfigError, match=f"{section}.{name} "):
+        PateConfig(public_prompts="public.jsonl", **{section: {name: None}})
 
 
 def test_the_plan_charges_every_text(school):
@@ -65,7 +103,7 @@ def test_texts_that_hold_held_out_records_are_refused_unless_these_are_public(sc
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"pate": {"teachers": 13}}, "pate.teachers=13 for 12 units"),
+        ({"pate": {"teachers": 13}}, "teach.teachers=13 for 12 units"),
         ({"model": {"task": "causal_lm", "num_labels": None}}, "teachers vote for a class of a text, or for its next"),
         ({"model": {"num_labels": None}}, "the number of classes is not known"),
         ({"pate": {"train": {"max_step": 3}}}, "train.max_step is unknown"),
@@ -146,3 +184,24 @@ def test_a_model_of_a_private_run_is_refused(school, tmp_path):
     (tmp_path / "model" / "privacy_ledger.jsonl").write_text("{}\n")
     with pytest.raises(ConfigError, match="start_is_independent"):
         school()
+
+
+def test_the_commands_plan_and_teach(tmp_path):
+    """The plan costs nothing; the run says each phase, and ends with the folder."""
+    recipe = write_recipe(tmp_path)
+    planned = as_json(["plan", str(recipe), "pate.max_prompts=3"])
+    assert planned["charges"][0]["count"] == 3 and not (tmp_path / "run").exists()
+    printed = run(["methods", "pate", str(recipe), "pate.max_prompts=3", f"output_dir={tmp_path / 'other'}"])
+    assert f"{TEACHERS} of {TEACHERS} teachers have voted" in printed and "labels: 3" in printed
+    assert f"dpllm verify {tmp_path / 'other'}" in printed
+    assert len((tmp_path / "other" / "labels.jsonl").read_text().splitlines()) == 3
+
+
+def test_mistakes_are_one_line(tmp_path):
+    """Also those that only the public texts show."""
+    recipe = write_recipe(tmp_path)
+    refused = CliRunner().invoke(
+        app, ["methods", "pate", str(recipe), f"pate.public_prompts={tmp_path / 'private.jsonl'}"]
+    )
+    assert refused.exit_code == 2 and refused.stderr.count("\n") == 1
+    assert "error: pate.public_prompts=" in refused.stderr and not (tmp_path / "run").exists()

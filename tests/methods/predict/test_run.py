@@ -14,10 +14,10 @@ from dpllm.cli.program import app
 from dpllm.config.recipe_file import load_query_recipe
 from dpllm.data.records import DataError
 from dpllm.methods.attacks.answers import run_trials
+from dpllm.methods.attacks.probes import token_probe
 from dpllm.methods.predict import run as module
 from dpllm.methods.predict import sampler
 from dpllm.methods.predict.inputs import read_records
-from dpllm.methods.predict.probe import token_probe
 from dpllm.methods.predict.run import CHARGE, FREE_TEXTS, plan_prediction, predict_texts
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
@@ -127,7 +127,7 @@ def test_users_enter_with_all_their_records(recipe, monkeypatch):
 
 @kills(
     "the plan of a private prediction charges one text of each group, and the groups make several",
-    "dpllm/methods/predict/plan.py",
+    "dpllm/methods/predict/run.py",
     "return self.texts_of_group * self.max_new_tokens",
     "return self.max_new_tokens",
 )
@@ -218,7 +218,7 @@ def test_the_command_of_the_shipped_recipe(tmp_path, model, monkeypatch):
 def test_another_plan_is_refused(recipe):
     """The charge would be that of other numbers."""
     records = read_records(recipe())
-    with pytest.raises(ValueError, match="the plan is not that of this recipe"):
+    with pytest.raises(ValueError, match="the plan does not match this recipe"):
         predict_texts(recipe(), records, plan_prediction(recipe("predict.max_new_tokens=3"), 40), lambda _: None)
 
 
@@ -256,7 +256,7 @@ def written(path, records):
 
 @kills(
     "a template writes other people's numbers and keys",
-    "dpllm/methods/predict/prompts.py",
+    "dpllm/methods/predict/inputs.py",
     "own_value(record[name])",
     "record[name]",
 )

@@ -1,19 +1,164 @@
-"""Tests of dpllm.methods.predict.sampler and prompts: neighbours through a real model, and the end of a text."""
+"""Tests of dpllm.methods.predict.sampler: bounded scores, the exact draw, neighbours through a model, ends of texts."""
 
 from __future__ import annotations
+
+from collections import Counter
+from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 from transformers import AutoModelForCausalLM, AutoTokenizer, T5Config, T5ForConditionalGeneration
 
+from dpllm.audit.bounds import claimed_epsilon, trial_bounds
 from dpllm.config import ConfigError
 from dpllm.methods.predict import sampler as module
-from dpllm.methods.predict.prompts import Template
-from dpllm.methods.predict.sampler import GroupSampler, TextLimits
-from dpllm.methods.predict.scores import Scoring
+from dpllm.methods.predict.inputs import Template
+from dpllm.methods.predict.sampler import MOST, STEPS, GroupSampler, Scoring, TextLimits, draw_index
+from dpllm.methods.predict.token_draw import TokenDraw
 from tests.mutations import kills
 from tests.small_model import save_small_model
+
+
+def shares(log_weights):
+    """Return each entry's exact share of the draws: count the numbers that lead to it, by bisection."""
+    seen = {}
+
+    def total(bound):
+        seen["bound"] = bound
+        return 0
+
+    draw_index(log_weights, total)
+    bound = seen["bound"]
+    ends, place = {}, 0
+    while place < bound:
+        token = draw_index(log_weights, lambda _, at=place: at)
+        low, high = place, bound
+        while high - low > 1:  # the numbers of a token are consecutive
+            middle = (low + high) // 2
+            low, high = (middle, high) if draw_index(log_weights, lambda _, at=middle: at) == token else (low, middle)
+        ends[token] = Fraction(high - place, bound)
+        place = high
+    return ends
+
+
+def test_each_share_is_exact():
+    """Also of tokens whose share is far below the rounding error of a running sum of floats."""
+    logs = np.array([0.0, -1.5, -np.inf, -60.0, -300.0, -60.0])
+    weights = {n: Fraction(float(np.exp(one))) for n, one in enumerate(logs) if one > -np.inf}
+    assert shares(logs) == {n: weight / sum(weights.values()) for n, weight in weights.items()}
+
+
+def test_draws_follow_the_weights():
+    """With the operating system's randomness."""
+    logs = np.log(np.array([1.0, 0.5, 0.25, 0.25]))
+    drawn = Counter(draw_index(logs) for _ in range(8000))
+    assert stats.chisquare([drawn[n] for n in range(4)], [4000, 2000, 1000, 1000]).pvalue > 1e-6
+
+
+@pytest.mark.parametrize("logs", [[], [-np.inf], [0.5], [np.nan, 0.0]])
+def test_unusable_weights(logs):
+    """An error, and not a token."""
+    with pytest.raises(ValueError, match="token can"):
+        draw_index(np.array(logs, dtype=np.float64))
+
+
+V = 40
+EXTREME = [float("inf"), float("-inf"), float("nan"), 1e30, -1e30, 0.0, 3.7]
+
+
+def scorings():
+    """Both kinds, with and without a set of tokens."""
+    return [
+        Scoring(clip=0.6, units=8, temperature=1.1, around_public=True, top_k=7),
+        Scoring(clip=0.6, units=8, temperature=0.3, around_public=True),
+        Scoring(clip=10.0, units=50, temperature=2.0),
+        Scoring(clip=10.0, units=50, temperature=2.0, top_k=7),
+    ]
+
+
+def some_logits(rows, seed):
+    """Return rows of which some have extreme entries."""
+    generator = torch.Generator().manual_seed(seed)
+    logits_RV = 30 * torch.randn(rows, V, generator=generator)
+    for number, value in enumerate(EXTREME):
+        logits_RV[number % rows, (3 * number) % V] = value
+    logits_RV[rows - 1] = 1e6 * torch.randn(V, generator=generator)
+    return logits_RV
+
+
+@kills(
+    "the scores of a private prediction are not clipped",
+    "dpllm/methods/predict/sampler.py",
+    ".round().clamp(-MOST, MOST).long()",
+    ".clamp(-1e15, 1e15).round().long()",
+)
+@kills(
+    "each record of a user adds to the scores as much as a whole user may",
+    "dpllm/methods/predict/sampler.py",
+    'torch.div(steps_RV, rows_of_unit_R[:, None], rounding_mode="trunc")',
+    "steps_RV",
+)
+@pytest.mark.parametrize("scoring", scorings())
+@pytest.mark.parametrize("rows_of_unit", [1, 3])
+def test_a_unit_is_bounded_and_moves_the_average_by_no_more(scoring, rows_of_unit):
+    """Neighbours: the sum with and without the unit, by exact whole numbers; and the log-weights that follow."""
+    public_V = 5 * torch.randn(V)
+    counts_R = torch.full((rows_of_unit,), rows_of_unit)
+    others_V = scoring.contributions(some_logits(7, 1), public_V, torch.ones(7, dtype=torch.long)).sum(dim=0)
+    for seed in range(20):
+        unit_V = scoring.contributions(some_logits(rows_of_unit, seed), public_V, counts_R).sum(dim=0)
+        assert unit_V.dtype == torch.int64 and int(unit_V.abs().max()) <= MOST < STEPS
+        without = scoring.log_weights(others_V, public_V).numpy()
+        with_unit = scoring.log_weights(others_V + unit_V, public_V).numpy()
+        drawn = without > -np.inf
+        assert (drawn == (with_unit > -np.inf)).all()  # the set of tokens is public
+        normalised = [logs[drawn] - np.log(np.exp(logs[drawn]).sum()) for logs in (without, with_unit)]
+        moved = normalised[1] - normalised[0]
+        assert moved.max() - moved.min() <= 2 / scoring.noise_multiplier
+
+
+def test_a_unit_reaches_its_bound():
+    """So the test above can fail: an extreme unit moves a score by almost c/s."""
+    scoring = Scoring(clip=10.0, units=50, temperature=2.0)
+    row = torch.full((1, V), -1e9)
+    row[0, 3] = 1e9
+    unit_V = scoring.contributions(row, torch.zeros(V), torch.ones(1, dtype=torch.long))[0]
+    assert int(unit_V[3]) == MOST and int(unit_V[0]) == -MOST
+
+
+def test_private_logits_are_shifted_and_clipped_as_in_the_paper():
+    """clip(z - max z + c) to [-c, c], averaged over the public s, divided by τ (arXiv:2407.12108)."""
+    scoring = Scoring(clip=10.0, units=4, temperature=2.0)
+    logits_RV = 8 * torch.randn(4, V, dtype=torch.float64)
+    mean_V = (logits_RV - logits_RV.amax(1, keepdim=True) + 10).clamp(-10, 10).sum(0) / 4 / 2
+    sums_V = scoring.contributions(logits_RV, torch.zeros(V), torch.ones(4, dtype=torch.long)).sum(0)
+    found_V = scoring.log_weights(sums_V, torch.zeros(V))
+    assert torch.allclose(found_V, mean_V - mean_V.amax(), atol=1e-3)
+
+
+def test_differences_to_the_public_logits_are_clipped():
+    """φ_pub + (1/s) Σ clip(φ_i - φ_pub), over the tokens within 2c/s of the k-th public one (arXiv:2507.02974)."""
+    scoring = Scoring(clip=0.6, units=4, temperature=1.5, around_public=True, top_k=5)
+    logits_RV, public_V = 3 * torch.randn(4, V, dtype=torch.float64), 3 * torch.randn(V, dtype=torch.float64)
+    mean_V = (public_V + (logits_RV - public_V).clamp(-0.6, 0.6).sum(0) / 4) / 1.5
+    kept_V = public_V >= public_V.sort(descending=True).values[4] - 2 * 0.6 / 4
+    sums_V = scoring.contributions(logits_RV, public_V, torch.ones(4, dtype=torch.long)).sum(0)
+    found_V = scoring.log_weights(sums_V, public_V)
+    assert (found_V[~kept_V] == -torch.inf).all() and 5 <= int(kept_V.sum()) < V
+    assert torch.allclose(found_V[kept_V], (mean_V - mean_V[kept_V].amax())[kept_V], atol=1e-4)
+
+
+def test_few_units_count_as_the_public_size():
+    """The sum is divided by s, and not by the number of rows that are there."""
+    scoring = Scoring(clip=10.0, units=100, temperature=1.0)
+    row_RV = torch.full((1, V), -100.0)
+    row_RV[0, 0] = 0.0
+    sums_V = scoring.contributions(row_RV, torch.zeros(V), torch.ones(1, dtype=torch.long))[0]
+    logs_V = scoring.log_weights(sums_V, torch.zeros(V))
+    assert float(logs_V[1]) == pytest.approx(-20 / 100, rel=1e-3)
+
 
 RECORDS = [["the small dog"], ["a red house and the old man"], ["one bridge"], ["seven clouds under one bridge"]]
 
@@ -99,8 +244,8 @@ def test_rows_continue_with_the_same_tokens(loaded, drawn):
     model, _ = loaded
     limited = sampler_of(loaded, rows_per_pass=3)
     limited.text(RECORDS, "the")
-    public = limited._encoder.row("", limited._encoder.prompt("the"))
-    rows = [limited._encoder.row(one[0], limited._encoder.prompt("the")) for one in RECORDS]
+    public = limited._row("", limited._public.encoded("the"))
+    rows = [limited._row(one[0], limited._public.encoded("the")) for one in RECORDS]
     scoring, tokens = limited._scoring, []
     for found in drawn:
         with torch.no_grad():
@@ -152,3 +297,39 @@ def test_templates():
         Template("{reff}", ["mr", "ref"])
     with pytest.raises(ConfigError, match="names no column"):
         Template("{} {0.__class__}", ["mr"])
+
+
+TOKENS, DELTA, RUNS, WORDS_OF_THE_MODEL = 10, 1e-3, 2000, 4
+
+
+class Unclipped(Scoring):
+    """Planted: contributions are on the grid, and not clipped."""
+
+    def contributions(self, logits_RV, public_V, rows_of_unit_R):
+        """Return what a row adds, without a bound."""
+        return super().contributions(logits_RV, public_V, rows_of_unit_R) * 5
+
+
+def bounds(scoring):
+    """Return ε of the plan, and the lower bounds from runs with and without the canary."""
+    public_V, one = torch.zeros(WORDS_OF_THE_MODEL), torch.ones(1, dtype=torch.long)
+    canary_V = torch.full((1, WORDS_OF_THE_MODEL), -50.0)
+    canary_V[0, 0] = 50.0
+    canary_V = scoring.contributions(canary_V, public_V, one)[0]
+    logs = {held: scoring.log_weights(canary_V * held, public_V).numpy() for held in (0, 1)}
+    coins = np.random.default_rng(0).integers(0, 2, RUNS)
+    scores = np.array([sum(draw_index(logs[coin]) == 0 for _ in range(TOKENS)) for coin in coins], dtype=np.float64)
+    history = [(TokenDraw(noise_multiplier=scoring.noise_multiplier), TOKENS)]
+    return claimed_epsilon(history, DELTA), trial_bounds(scores, coins.astype(bool), DELTA, history=history)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("around_public", [True, False])
+def test_tokens_show_no_more_than_the_accounting_allows_and_without_clipping_refute_it(around_public):
+    """The bound is well above 0, so it can fail, and below ε; the same test, on a planted bug."""
+    options = {"clip": 1.0, "units": 2, "temperature": 1.0, "around_public": around_public}
+    claim, found = bounds(Scoring(**options))
+    assert not any(bound.refutes for bound in found)
+    assert 0.15 * claim < max(bound.epsilon for bound in found) <= claim
+    claim, found = bounds(Unclipped(**options))
+    assert any(bound.refutes for bound in found) and max(bound.epsilon for bound in found) > claim

@@ -13,9 +13,7 @@ from typer.testing import CliRunner
 
 from dpllm.cli.program import app
 from dpllm.mechanism.query import Query
-from dpllm.methods.queries.planned import prior_release
-from dpllm.methods.queries.randomness import Randomness
-from dpllm.methods.queries.run import QueryRun
+from dpllm.methods.queries.run import QueryRun, Randomness, prior_release
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.budget import BudgetError, budget_rows, charge, read_budget, settle
 from dpllm.privacy.compose import compose
@@ -71,8 +69,8 @@ def test_a_charge_is_on_the_disk_before_the_answer(tmp_path: Path) -> None:
     [
         ("votes", 5, "5 more answers 'votes' were asked for, and the plan has 4 of 4 left"),
         ("vote", 1, "no charge 'vote'"),
-        ("votes", 0, "a whole number of times, at least once, got 0"),
-        ("votes", -3, "at least once, got -3"),
+        ("votes", 0, "a whole number of times, at least 1, got 0"),
+        ("votes", -3, "at least 1, got -3"),
         ("votes", 1.5, "a whole number"),
         ("votes", True, "a whole number"),
     ],
@@ -350,7 +348,7 @@ def test_only_files_of_the_folder_are_released(tmp_path: Path, kind: str) -> Non
             "private": run.private_folder / "exact.json",
             "link": run.folder / "link.json",
         }[kind]
-        with pytest.raises(ValueError, match=r"only files of the run's folder|no file of|not_for_release"):
+        with pytest.raises(ValueError, match=r"only files of the run's folder|not a file in|not_for_release"):
             run.release(file)
         (run.folder / "counts.json").write_text("{}")
         run.release("counts.json")

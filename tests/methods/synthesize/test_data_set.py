@@ -11,10 +11,17 @@ import pytest
 from dpllm.config import ConfigError, load_recipe
 from dpllm.config.yaml12 import write_yaml
 from dpllm.data.records import contents_of, load_train_and_eval
-from dpllm.methods.synthesize.counted import COUNTS_FILE, CountedLabels, read_labels
-from dpllm.methods.synthesize.data_set import Labels, Request, make_data_set, plan_of
+from dpllm.methods.synthesize.data_set import (
+    COUNTS_FILE,
+    CountedLabels,
+    Labels,
+    Request,
+    make_data_set,
+    plan_of,
+    read_labels,
+)
 from dpllm.methods.synthesize.evaluation import DISCLOSED, note_evaluation
-from dpllm.methods.synthesize.labels import public_shares
+from dpllm.methods.synthesize.texts import public_shares
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.budget import create_budget, read_budget
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger, LedgerError, read_ledger
@@ -60,7 +67,7 @@ def counted(noise: float = 20.0) -> Labels:
 
 @kills(
     "the histogram of labels of a synthetic data set is exact",
-    "dpllm/methods/synthesize/counted.py",
+    "dpllm/methods/synthesize/data_set.py",
     "noisy = charge_and_count(run, units, exact)",
     "noisy = dict(zip(units.classes, exact, strict=True))",
 )
@@ -139,7 +146,7 @@ def test_the_budget_holds_training_and_counts(run, tmp_path):
 
 @kills(
     "labels are counted in other records than those of the training",
-    "dpllm/methods/synthesize/counted.py",
+    "dpllm/methods/synthesize/data_set.py",
     "if units.num_units != plan.num_units or",
     "if",
 )

@@ -11,9 +11,16 @@ import numpy as np
 import pytest
 
 from dpllm.config import ConfigError
-from dpllm.methods.synthesize.evaluation import EvaluationSettings, evaluate, frechet, mauve
-from dpllm.methods.synthesize.overlap import Runs, echo, overlap
-from dpllm.methods.synthesize.texts import LabelledTexts, read_texts
+from dpllm.methods.synthesize.evaluation import (
+    EvaluationSettings,
+    LabelledTexts,
+    Runs,
+    evaluate,
+    frechet,
+    mauve,
+    overlap,
+    read_texts,
+)
 
 WORDS = {"pub": ["beer", "ale", "bar"], "cafe": ["tea", "cake", "coffee"]}
 PLAIN = EvaluationSettings(with_mauve=False, with_classifier=False)
@@ -121,19 +128,6 @@ def test_without_the_extra_the_error_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(ConfigError, match="scikit-learn"):
         evaluate([texts_of(3, 60)], texts_of(0, 60), settings=EvaluationSettings(with_mauve=False))
-
-
-def test_canaries_that_were_trained_on_are_heard():
-    """A data set that repeats them says so, and one that does not has about one half."""
-    rng = random.Random(0)
-    canaries = [" ".join(rng.choice("abcdefghij") for _ in range(12)) for _ in range(60)]
-    coins = [number % 2 == 0 for number in range(60)]
-    told = [canary for canary, included in zip(canaries, coins, strict=True) if included]
-    heard, silent = echo(told, canaries, coins), echo(canaries, canaries, coins)
-    assert heard.auroc == 1.0 and heard.run_included == 12 > heard.run_left_out and silent.auroc == 0.5
-    assert (heard.included, heard.left_out) == (30, 30) and "AUROC 1.000" in str(heard)
-    with pytest.raises(ConfigError, match="nothing to compare"):
-        echo(told, canaries, [True] * 60)
 
 
 @pytest.mark.parametrize(

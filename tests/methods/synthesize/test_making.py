@@ -9,9 +9,20 @@ import pyarrow.parquet as pq
 import pytest
 
 from dpllm.config import ConfigError
-from dpllm.methods.synthesize.filters import DUPLICATE, KEPT, LONG, FilterSettings, TextFilter
-from dpllm.methods.synthesize.labels import public_shares, shares_of, texts_of_each
-from dpllm.methods.synthesize.making import MOST_ROUNDS, Wanted, make_texts, write_records
+from dpllm.methods.synthesize.texts import (
+    DUPLICATE,
+    KEPT,
+    LONG,
+    MOST_ROUNDS,
+    FilterSettings,
+    TextFilter,
+    Wanted,
+    make_texts,
+    public_shares,
+    shares_of,
+    texts_of_each,
+    write_records,
+)
 from dpllm.models.generation import Sampling
 
 

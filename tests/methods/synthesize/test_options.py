@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from dpllm.audit.canaries import Canary, CanarySet
 from dpllm.methods.synthesize.data_set import BLOCKED
 from dpllm.methods.synthesize.evaluation import DISCLOSED, EVALUATION_FILE
 from dpllm.models import generation
@@ -110,26 +109,10 @@ def test_a_blocklist_is_an_open_point(run, tmp_path):
     assert "Is the list public?" in (tmp_path / "made" / "README.md").read_text() and verify(tmp_path / "made").ok
 
 
-def test_the_canaries_of_a_run_are_compared(tmp_path):
-    """Those that were trained on with those that were not; the file of the audit is checked as everywhere."""
-    texts = [f"canary number {place} is {place * 7}" for place in range(20)]
-    canaries = tuple(Canary(records=(("", text),), included=place % 2 == 0) for place, text in enumerate(texts))
-    facts = {"kind": "random", "unit": "sequence", "delta": 1e-5, "num_units": 100, "data_sha256": "", "nonce": "0"}
-    CanarySet(canaries=canaries, created_at="", **facts).save(tmp_path / "canaries.json")
-    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[::2]))
-    at, more = str(tmp_path / "t.jsonl"), ["--no-mauve", "--no-classifier", "--real-is-public"]
-    result = invoke(["methods", "evaluate", at, "--real", at, *more, "--canaries", str(tmp_path / "canaries.json")])
-    assert result.exit_code == 0 and "AUROC 1.000" in result.stdout, result.output
-    assert "ε does not cover them" in result.stderr
-    assert "cannot be read" in refused(
-        ["methods", "evaluate", at, "--real", at, *more, "--canaries", str(tmp_path / "none.json")]
-    )
-
-
 def test_evaluate_names_the_mistake(tmp_path):
     (tmp_path / "t.jsonl").write_text('{"text": "x"}\n')
     at = str(tmp_path / "t.jsonl")
     plain = ["--no-mauve", "--no-classifier"]
     assert "no such file" in refused(["methods", "evaluate", str(tmp_path / "none.jsonl"), "--real", at, *plain])
-    assert "change the ending" in refused(["methods", "evaluate", at, "--real", at, "--output", "x.txt", *plain])
+    assert "change the extension" in refused(["methods", "evaluate", at, "--real", at, "--output", "x.txt", *plain])
     assert "ngram" in refused(["methods", "evaluate", at, "--real", at, "--ngram", "0", *plain])

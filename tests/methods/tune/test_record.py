@@ -44,7 +44,7 @@ def test_it_is_read_as_it_was_written(record):
 def test_the_draws_are_made_once(record):
     """A second creation fails, and changes nothing."""
     before = record.path.read_bytes()
-    with pytest.raises(TuningError, match="never made"):
+    with pytest.raises(TuningError, match="never repeated"):
         create_record(record.path, {}, [])
     assert record.path.read_bytes() == before
     assert [path.name for path in record.path.parent.iterdir()] == ["tuning.jsonl"]

@@ -1,4 +1,4 @@
-"""Tests of dpllm.methods.tune.tune and check: private tuning, end to end, with toy runs."""
+"""A private tuning: search files, draws, runs, choice and release."""
 
 from __future__ import annotations
 
@@ -11,14 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from dpllm.config import ConfigError
+from dpllm.config import ConfigError, load_recipe
 from dpllm.config.tasks import SQUARED_ERROR, TASKS
 from dpllm.mechanism.selection import Selection
 from dpllm.methods.tune import RECORD_FILE
-from dpllm.methods.tune.check import verify_tuning
 from dpllm.methods.tune.record import TuningError, create_record, read_record
-from dpllm.methods.tune.search import load_search
-from dpllm.methods.tune.tune import SystemDraws, Tuning, best_of, prepare, tune
+from dpllm.methods.tune.tune import (
+    SystemDraws,
+    Tuning,
+    best_of,
+    load_search,
+    overrides_of,
+    prepare,
+    tune,
+    verify_tuning,
+)
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.budget import BudgetError, create_budget, read_budget
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
@@ -28,6 +35,50 @@ from dpllm.report.verify import Verification, verify
 from tests import tiers
 from tests.methods.tune.conftest import RECIPE
 from tests.small_model import WORDS
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "search.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_all_combinations_are_candidates(search_file, recipe_file):
+    """Two keys with two values each; a recipe takes their values as they are."""
+    search = load_search(search_file)
+    assert search.selection == Selection("logarithmic", 10)
+    assert len({tuple(one.values()) for one in search.candidates}) == len(search.candidates) == 4
+    recipe = load_recipe(recipe_file, overrides_of(search.candidates[0]))
+    assert (recipe.train["learning_rate"], recipe.privacy.clip_norm) == (1e-4, 0.5)
+
+
+RUNS = "runs: {kind: geometric, mean: 3}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("candidates: {train.learning_rate: [1]}", "sections runs and candidates"),
+        (RUNS + "candidate: {train.learning_rate: [1]}", "did you mean 'candidates'"),
+        (RUNS + "candidates: {}", "mapping from keys"),
+        (RUNS + "candidates: {train.learning_rate: 0.1}", "must be a list"),
+        (RUNS + "candidates: {train.learning_rate: []}", "has no values"),
+        (RUNS + "candidates: {data.path: [a, b]}", "cannot be searched over"),
+        (RUNS + "candidates: {train.output_dir: [a, b]}", "cannot be searched over"),
+        (RUNS + "candidates: {train.report_to: [wandb]}", "cannot be searched over"),
+        (RUNS + "candidates: {privacy.noise_multiplier: [1, 2]}", "cannot be searched over"),
+        (RUNS + "candidates: {privacy.selection: [1]}", "cannot be searched over"),
+        ("runs: {kind: fixed, mean: 3}\ncandidates: {train.learning_rate: [1]}", "logarithmic, geometric, poisson"),
+        ("runs: {kind: geometric, mean: 0}\ncandidates: {train.learning_rate: [1]}", "between 1 and"),
+        (RUNS + f"candidates: {{train.learning_rate: {list(range(10_001))}}}", "more than 10,000"),
+        ("runs: [", "search.yaml"),
+    ],
+)
+def test_other_searches_are_refused(tmp_path, text, words):
+    """Data, noise and outputs are the same for all runs."""
+    with pytest.raises(ConfigError, match=words):
+        load_search(written(tmp_path, text))
+
 
 pytestmark = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
 
@@ -214,7 +265,7 @@ class TestVerify:
             record.end(number, before.scores[number])
         record.decide(before.selected)
         found = failures(verify_tuning(copied))
-        assert "charged for other draws" in found["the draws are those that the budget was charged for"]
+        assert "charged for draws different" in found["the draws are those that the budget was charged for"]
 
     def test_a_dropped_run_is_found(self, copied):
         """Its last line is cut off, and so is the choice."""

@@ -1,23 +1,72 @@
-"""The training of one client: its result depends on its rows and the server's weights, and on no other client."""
+"""A federated client: its training, the bound of its update, and its share of the noise."""
 
 from __future__ import annotations
 
 import copy
+import math
 
 import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from scipy import stats
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dpllm.config import ConfigError
 from dpllm.data.rows import RowCollator
-from dpllm.methods.federated.local import LocalTraining, SharedWeights
-from dpllm.methods.federated.participant import Participant, bounded
-from dpllm.methods.federated.section import FederatedConfig
-from dpllm.methods.federated.secure import ProtocolError
+from dpllm.methods.federated.client import LocalTraining, SharedWeights, Shares, bounded
+from dpllm.methods.sections import FederatedConfig
 from tests.methods.federated.small import plan_of
 from tests.mutations import kills
+
+
+@pytest.mark.parametrize("size", [1, 37, 5000])
+def test_rounding_never_exceeds_the_clip_norm(size):
+    """Whatever the update: half a step in every entry, far too large, and 0."""
+    shares, rng = Shares(clip_norm=1.0, step=1e-3), np.random.default_rng(0)
+    half = np.full(size, 0.5005e-3)
+    for update in (half, 50 * rng.standard_normal(size), 1e-9 * rng.standard_normal(size), np.zeros(size)):
+        whole = shares.rounded(update)
+        assert whole.dtype == np.int64 and np.linalg.norm(whole) * 1e-3 <= 1.0
+    long = shares.rounded(50 * rng.standard_normal(size))
+    assert np.linalg.norm(long) * 1e-3 > 1 - 1.1e-3 * math.sqrt(size)
+
+
+def test_a_sum_modulo_2_64_is_read_as_the_sum():
+    shares, rng = Shares(clip_norm=1.0, step=2.0**-12), np.random.default_rng(0)
+    updates = rng.standard_normal((9, 50)) / 30
+    total = sum(shares.rounded(one).view(np.uint64) for one in updates)
+    assert shares.read(total) == pytest.approx(updates.sum(0), abs=9 * 2.0**-13)
+
+
+@kills(
+    "clients share the noise of a round among the whole cohort, so that dropouts take their part with them",
+    "dpllm/methods/federated/client.py",
+    "math.sqrt(event.min_batch_size)",
+    "math.sqrt(event.max_batch_size)",
+)
+def test_the_noise_of_a_client_is_its_share():
+    """Discrete Gaussian of 2^16 steps, whatever the update; n of them have σC."""
+    plan = plan_of(num_clients=40, batch=40, secure=True, clip_norm=2.0, max_batch_size=40)
+    shares, fewest = Shares.of(plan), plan.event.min_batch_size
+    noise = shares.with_noise(np.zeros(20_000)).view(np.int64)
+    assert shares.step * 2**16 * math.sqrt(fewest) == pytest.approx(plan.noise_stddev)
+    assert stats.kstest(noise / 2**16, "norm").pvalue > 1e-4
+    assert not np.array_equal(noise, shares.with_noise(np.zeros(20_000)).view(np.int64))
+
+
+def test_models_too_large_for_the_grid_are_refused():
+    shares = Shares(clip_norm=1.0, step=1e-3)
+    shares.require_entries(1_000_000)
+    with pytest.raises(ValueError, match="fewer parameters"):
+        shares.require_entries(1_100_000)
+
+
+@pytest.mark.parametrize("changes", [{}, {"secure": True, "noise_multiplier": 0.0}])
+def test_secure_aggregation_without_noise_of_clients_is_refused(changes):
+    with pytest.raises(ValueError, match=r"privacy\.noise=distributed"):
+        Shares.of(plan_of(num_clients=40, batch=40, **changes))
+
 
 ROWS = [{"input_ids": [number % 17 + 1 for number in range(start, start + 6)]} for start in range(12)]
 OTHERS = [{"input_ids": [3, 3, 3, 9]}] * 5
@@ -143,34 +192,6 @@ def test_a_model_without_trained_weights_is_refused(model):
     frozen = copy.deepcopy(model).requires_grad_(False)
     with pytest.raises(ConfigError, match="no trainable parameter"):
         SharedWeights(frozen, "freeze_a")
-
-
-def request_of(plan, changes):
-    return {"task": "update", "round": 0, "plan": plan.hash, "weights": b"", **changes}
-
-
-@kills(
-    "a client answers a server with another plan",
-    "dpllm/methods/federated/participant.py",
-    'if request["plan"] != self._plan.hash:',
-    "if False:",
-)
-@pytest.mark.parametrize(
-    ("secure", "changes", "match"),
-    [
-        (False, {"plan": "0" * 64}, "this client agreed to"),
-        (False, {"task": "masked"}, "asks for 'masked'"),
-        (True, {"task": "update"}, "sends masked sums only"),
-        (True, {"task": "shares", "threshold": 2}, "the noise of fewer is too small"),
-        (True, {"task": "keys", "round": 4}, "has the rounds 0 to 3, whose cost"),
-        (False, {"round": -1}, "has the rounds 0 to 3, whose cost"),
-    ],
-)
-def test_a_client_refuses_what_its_plan_does_not_say(secure, changes, match):
-    """Neither a bounded update in the clear, where noise was agreed on, nor sums of fewer clients, nor more rounds."""
-    plan = plan_of(num_clients=40, batch=40, secure=secure, max_batch_size=40)
-    with pytest.raises(ProtocolError, match=match):
-        Participant(plan, None, lambda client: client).answer(0, request_of(plan, changes), {})
 
 
 def test_updates_are_bounded_by_the_clip_norm():
