@@ -1,4 +1,4 @@
-"""The sections of recipes that the methods add: `count`, `federate`, `predict`, `evolve`, `pate` and `aggregate`.
+"""The sections of recipes that the methods add: `count`, `federated`, `predict`, `evolve`, `pate` and `aggregate`.
 
 `dpllm.registry` loads each by its place. All values are public. Nothing in ``federated`` changes ε: the guarantee is in
 ``privacy``, whose ``noise`` says who adds the noise.

@@ -71,5 +71,5 @@ def test_public_sentences_are_not_private_and_the_recipes_are_read(folder):
     teach = load_query_recipe(folder / "pate.yaml", [], "pate")
     assert train.model == teach.model
     for name in ("path", "eval", "max_length"):
-        assert getattr(train.data, name) == getattr(pate.data, name)
-    assert train.privacy.epsilon == pate.privacy.epsilon
+        assert getattr(train.data, name) == getattr(teach.data, name)
+    assert train.privacy.epsilon == teach.privacy.epsilon

@@ -47,7 +47,7 @@ from dpllm.report.release_notes import keep_utility
 from dpllm.report.statement import MARKDOWN_FILE, write_report
 from dpllm.training.arguments import training_arguments
 from dpllm.training.draws import Charges, Draws
-from dpllm.training.evaluation import Measurement, figure_words
+from dpllm.training.evaluation import HeldOut, HeldOutRows, Measurement, figure_words
 from dpllm.training.finetune import Start, add_sources, console, evaluated, noted, public_start, show
 from dpllm.training.ledger_notes import PrivateSources, note_data, note_units
 from dpllm.training.preflight import PLAIN, check_recipe
@@ -311,10 +311,10 @@ def run(recipe: Recipe) -> int:
         numbers, _ = units.rows_of(np.array([client]))
         return list(rows.select(numbers))
 
-    federate, own = section_of(recipe), copy.deepcopy(model)
-    weights = SharedWeights(own, federated.lora)
-    training = LocalTraining(own, weights, collator, federate, args.per_device_train_batch_size)
-    clients = Clients(plan, training, rows_of, federated.simulated_dropouts)
+    section, own = section_of(recipe), copy.deepcopy(model)
+    weights = SharedWeights(own, section.lora)
+    training = LocalTraining(own, weights, collator, section, args.per_device_train_batch_size)
+    clients = Clients(plan, training, rows_of, section.simulated_dropouts)
     return server.carry_out(clients, phases, note)
 
 

@@ -64,7 +64,7 @@ class Partition:
         """Draw the division."""
         if not 1 <= num_teachers <= num_units:
             raise ValueError(
-                f"teach.teachers={num_teachers} for {num_units} units: a teacher needs at least one unit. Take fewer "
+                f"pate.teachers={num_teachers} for {num_units} units: a teacher needs at least one unit. Take fewer "
                 "teachers"
             )
         self.num_teachers = num_teachers

@@ -103,7 +103,7 @@ def test_texts_that_hold_held_out_records_are_refused_unless_these_are_public(sc
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"pate": {"teachers": 13}}, "teach.teachers=13 for 12 units"),
+        ({"pate": {"teachers": 13}}, "pate.teachers=13 for 12 units"),
         ({"model": {"task": "causal_lm", "num_labels": None}}, "teachers vote for a class of a text, or for its next"),
         ({"model": {"num_labels": None}}, "the number of classes is not known"),
         ({"pate": {"train": {"max_step": 3}}}, "train.max_step is unknown"),

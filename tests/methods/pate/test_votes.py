@@ -71,7 +71,7 @@ def test_divisions_are_uniform():
 
 def test_more_teachers_than_units_are_refused():
     """A teacher without a unit learns nothing."""
-    with pytest.raises(ValueError, match=r"teach\.teachers=4"):
+    with pytest.raises(ValueError, match=r"pate\.teachers=4"):
         Partition(3, 4, np.random.default_rng(0))
 
 
@@ -269,7 +269,7 @@ def started(writing_school):
     """A function that begins a run of three texts of five tokens; it returns the run and its vote."""
 
     def begin(**pate):
-        prepared = writing_school(pate=teach)
+        prepared = writing_school(pate=pate)
         return begin_from(prepared.recipe, prepared.plan), prepared
 
     return begin
@@ -399,8 +399,8 @@ def test_checks_that_are_not_charged_are_refused(started, monkeypatch):
 
 
 @pytest.mark.parametrize("pate", [{}, {"max_answers": 7}, {"threshold": 1.0, "max_answers": 3, "check_noise": 5.0}])
-def test_the_audit_reads_the_vote_from_the_plan(writing_school, teach):
+def test_the_audit_reads_the_vote_from_the_plan(writing_school, pate):
     """A trial charges all that the plan charges, with its noise."""
-    plan = writing_school(pate=teach).plan
+    plan = writing_school(pate=pate).plan
     found = run_trials(plan, completion_probe(plan), 10)
     assert found.history == [(charge.event, charge.count) for charge in plan.charges]
