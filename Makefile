@@ -3,6 +3,7 @@
 # make test-core    its tests without those of the methods; make test-methods: the tests of the methods alone
 # make test-random  the same tests in a random order: none may depend on another
 # make test-deep    the same with every test: all mutations, planted bugs and combinations, whole runs on every engine
+# make coverage     which lines and branches of the core its tests reach; below 90 % it fails
 # make lane         the nets with the oldest versions that pyproject.toml allows; with LANE=newest, the newest
 # make dist         wheel and source distribution in dist/, checked
 # make lock         the newest versions into requirements*.lock; UPGRADE="--upgrade-package NAME" raises one alone
@@ -13,7 +14,7 @@ RUN := runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 # Bytecode of the tests is kept even where the environment forbids it: collecting them then takes half of the time.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest
 
-.PHONY: quickstart test test-core test-methods test-random test-deep check docs setup lane dist lock format clean
+.PHONY: quickstart test test-core test-methods test-random test-deep coverage check docs setup lane dist lock format clean
 
 # Threads that wait for each other sleep instead of spinning: a machine that is busy otherwise stays usable.
 quickstart: $(VENV)/.quickstart
@@ -36,6 +37,14 @@ test-random: setup
 test-deep: check
 	$(PYTEST) -n 2 --dist loadfile
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutations
+
+coverage: setup
+	mkdir -p build
+	$(BIN)/coverage erase
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest -n 2 --dist loadfile -m "not deep" \
+		--ignore tests/methods
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
 
 check: setup
 	$(BIN)/ruff check .

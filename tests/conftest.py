@@ -5,6 +5,9 @@ import logging
 import os
 import signal
 
+if gc.isenabled():  # until the tests are collected: what the imports and the collection create stays
+    gc.disable()
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -29,6 +32,11 @@ for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.S
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items):
     tiers.mark_the_rest_of_grids(items)
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -64,6 +72,23 @@ def rows_not_compared(request, monkeypatch):
     """
     if tiers.is_quick(request.config) and not request.node.get_closest_marker("compares_rows"):
         monkeypatch.setattr("dpllm.training.checks.independence.IndependenceCheck.before_step", lambda *_, **__: None)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _pictures_not_drawn(request):
+    """Runs end with pictures, which take a second: ``make test`` draws them in the tests of reports and in programs."""
+    with pytest.MonkeyPatch.context() as patch:
+        if tiers.is_quick(request.config) and "report" not in request.path.parts:
+            from dpllm.report.render import FIGURES
+
+            patch.setattr("dpllm.report.statement.draw_figures", lambda _: dict.fromkeys(FIGURES, "<svg></svg>"))
+            patch.setattr("dpllm.training.finetune.plot_training", _plain_picture)
+        yield
+
+
+def _plain_picture(steps, losses, epsilon_steps, epsilons, path, eval_points=None):
+    path.write_text("a picture")
+    return path
 
 
 @pytest.fixture(autouse=True)

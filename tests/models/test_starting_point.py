@@ -31,6 +31,8 @@ from tests.test_attacks import Stop
 from tests.training.test_run import ledger_of, network, plan_of, rows_of
 from tests.training.test_trainer import arguments, rows, trainer
 
+pytestmark = pytest.mark.usefixtures("rows_not_compared")
+
 EVALUATE = {"eval_strategy": "steps", "eval_steps": 1}
 
 
