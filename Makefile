@@ -4,12 +4,13 @@
 # make test-random  the same tests in a random order: none may depend on another
 # make test-deep    the same with every test: all mutations, planted bugs and combinations, whole runs on every engine
 # make coverage     which lines and branches of the core its tests reach; below 90 % it fails
-# make lane         the nets with the oldest versions that pyproject.toml allows; with LANE=newest, the newest
+# make lane         the nets and the quickstart with the oldest versions that pyproject.toml allows, or LANE=newest
 # make dist         wheel and source distribution in dist/, checked
 # make lock         the newest versions into requirements*.lock; UPGRADE="--upgrade-package NAME" raises one alone
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+WORKERS := 2
 RUN := runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 # Bytecode of the tests is kept even where the environment forbids it: collecting them then takes half of the time.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest
@@ -25,17 +26,17 @@ test: check
 	$(MAKE) --no-print-directory test-methods
 
 test-core: setup
-	$(PYTEST) -n 2 --dist loadfile -m "not deep" --ignore tests/methods
+	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not deep" --ignore tests/methods
 
 test-methods: setup
-	$(PYTEST) -n 2 --dist loadfile -m "not deep" tests/methods
+	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not deep" tests/methods
 
 test-random: setup
 	$(BIN)/pip install --quiet --no-deps --upgrade --target build/randomly pytest-randomly
-	PYTHONPATH=build/randomly $(PYTEST) -n 2 --dist loadfile -m "not deep"
+	PYTHONPATH=build/randomly $(PYTEST) -n $(WORKERS) --dist loadfile -m "not deep"
 
 test-deep: check
-	$(PYTEST) -n 2 --dist loadfile
+	$(PYTEST) -n $(WORKERS) --dist loadfile
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutations
 
 coverage: setup
@@ -91,20 +92,25 @@ lock:
 	$(COMPILE) --constraint constraints.txt --extra dev --output-file requirements-dev.lock
 	$(COMPILE) --constraint constraints.txt --constraint requirements-dev.lock --output-file requirements.lock
 
-# The lower bounds of the required packages as constraints; the newest of everything else.
+# The lower bounds of the required packages as constraints; the newest of everything else. pyproject.toml's table
+# for uv says what torch requires without CUDA, which is for the locks alone (--no-config).
 LANE ?= oldest
-LANE_BIN := build/lane-$(LANE)/bin
+LANE_VENV := build/lane-$(LANE)-$(notdir $(PYTHON))
+LANE_BIN := $(LANE_VENV)/bin
+LANE_INSTALL := $(LANE_BIN)/uv pip install --quiet --no-config --python $(LANE_BIN)/python
 
 lane:
-	$(PYTHON) -m venv build/lane-$(LANE)
+	$(PYTHON) -m venv $(LANE_VENV)
 	$(LANE_BIN)/pip install --quiet uv
 	sed -nE 's/^    "([a-z0-9-]+)>=([0-9.]+).*/\1==\2/p' pyproject.toml > build/oldest.txt
 	: > build/newest.txt
-	$(LANE_BIN)/uv pip install --quiet --python $(LANE_BIN)/python --constraint build/$(LANE).txt \
+	$(LANE_INSTALL) --constraint build/$(LANE).txt \
 		--editable '.[quickstart,trl,metrics,excel]' jsonschema pytest pytest-xdist hypothesis
-	$(LANE_BIN)/uv pip install --quiet --python $(LANE_BIN)/python --no-deps 'jax-privacy>=2.0,<3'
-	OMP_NUM_THREADS=1 $(LANE_BIN)/pytest -n 2 --dist loadfile -m "not deep" \
+	$(LANE_INSTALL) --no-deps 'jax-privacy>=2.0,<3'
+	OMP_NUM_THREADS=1 $(LANE_BIN)/pytest -n $(WORKERS) --dist loadfile -m "not deep" \
 		tests/reference tests/invariant tests/zoo tests/privacy tests/mechanism
+	OMP_WAIT_POLICY=PASSIVE $(LANE_BIN)/dpllm train quickstart train.output_dir=$(RUN)
+	$(LANE_BIN)/dpllm verify $(RUN)
 
 dist:
 	$(PYTHON) -m venv build/dist

@@ -74,23 +74,6 @@ def rows_not_compared(request, monkeypatch):
         monkeypatch.setattr("dpllm.training.checks.independence.IndependenceCheck.before_step", lambda *_, **__: None)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _pictures_not_drawn(request):
-    """Runs end with pictures, which take a second: ``make test`` draws them in the tests of reports and in programs."""
-    with pytest.MonkeyPatch.context() as patch:
-        if tiers.is_quick(request.config) and "report" not in request.path.parts:
-            from dpllm.report.render import FIGURES
-
-            patch.setattr("dpllm.report.statement.draw_figures", lambda _: dict.fromkeys(FIGURES, "<svg></svg>"))
-            patch.setattr("dpllm.training.finetune.plot_training", _plain_picture)
-        yield
-
-
-def _plain_picture(steps, losses, epsilon_steps, epsilons, path, eval_points=None):
-    path.write_text("a picture")
-    return path
-
-
 @pytest.fixture(autouse=True)
 def _no_child_outlives_its_test():
     """Also when the test failed or was interrupted."""
