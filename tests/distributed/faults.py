@@ -255,11 +255,11 @@ def _plant(losses: Any, fault: Any, step: int) -> None:
 
     whole, take, at = losses.__call__, PrivateRun.step, {"step": 0, "done": False}
 
-    def call(self: Any, model: Any, inputs: Any) -> Any:
+    def call(self: Any, model: Any, inputs: Any, **options: Any) -> Any:
         if at["step"] >= step and not at["done"]:
             at["done"] = True
             fault()
-        return whole(self, model, inputs)
+        return whole(self, model, inputs, **options)
 
     def taking(self: Any, *arguments: Any, **options: Any) -> Any:
         at["step"] += 1
