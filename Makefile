@@ -42,7 +42,7 @@ test-deep: check
 coverage: setup
 	mkdir -p build
 	$(BIN)/coverage erase
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest -n 2 --dist loadfile -m "not deep" \
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest -n $(WORKERS) --dist loadfile -m "not deep" \
 		--ignore tests/methods
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report

@@ -43,7 +43,7 @@ from triton.runtime import driver
 
 from dpllm.ghost import kernels, triton_launch, triton_programs
 from dpllm.ghost.norm_method import NormMethod
-from dpllm.ghost.receivers import NormTally
+from dpllm.ghost.norms import NormTally
 from dpllm.ghost.sums import Sum, Weights
 from dpllm.ghost.unit_gradients import Lookup, Outer, Rows
 

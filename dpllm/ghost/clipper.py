@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from dpllm.ghost import kernels
 from dpllm.ghost.blocks import CompiledBlocks
 from dpllm.ghost.norm_method import Flows, NormMethod
+from dpllm.ghost.norms import NormTally
 from dpllm.ghost.parameters import Passes
-from dpllm.ghost.receivers import AddUp, AddUpGroups, HeldUnit, Measure, NormTally, Pass, Receiver
+from dpllm.ghost.receivers import AddUp, AddUpGroups, HeldUnit, Measure, Pass, Receiver
 from dpllm.ghost.refusals import GhostError, NoRuleError, refuse_for_one_pass
 from dpllm.ghost.sums import Finish, GroupFactors, Sum, clip_factors
 from dpllm.ghost.tapped_model import TappedModel

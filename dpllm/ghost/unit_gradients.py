@@ -12,7 +12,7 @@ once as a matrix product. A layer's rule describes a use as one of
 
 A use is kept as its factors, or as an `Instance`, the gradient of each *unit*, if that takes no more memory (LoRA
 factors, narrow layers, units with many rows), or little more on a CPU (`NormMethod.holds_instance`). `add_weighted_`
-forms the clipped sum; `dpllm.ghost.receivers` computes norms.
+forms the clipped sum; `dpllm.ghost.norms` computes norms.
 
 Shape suffixes: B rows, U units, T tokens, L and R the two dimensions of a weight, G units with equally many rows, N
 rows of each of them.

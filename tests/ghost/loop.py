@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dpllm import GhostClipper
-from dpllm.ghost.receivers import NormTally
+from dpllm.ghost.norms import NormTally
 
 
 def perturbed(model):

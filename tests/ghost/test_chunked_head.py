@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from dpllm.ghost.chunked_head import LogitFormula, token_losses
 from dpllm.ghost.norm_method import NormMethod
-from dpllm.ghost.receivers import held, join, merge
+from dpllm.ghost.norms import held, join, merge
 from dpllm.ghost.sums import Sum, Weights
 from dpllm.ghost.unit_gradients import Instance, Lookup, Outer, Rows
 from tests.ghost.loop import squared_norms

@@ -6,7 +6,7 @@ import torch
 from dpllm import GhostClipper
 from dpllm.ghost import GhostError, NormMethod, kernels, norm_method, triton_launch
 from dpllm.ghost.norm_method import _SHAPES, shortfalls, slack_factor
-from dpllm.ghost.receivers import NormTally
+from dpllm.ghost.norms import NormTally
 from dpllm.ghost.unit_gradients import Outer, Rows
 
 # On a GPU the kernels take no tensor of the CPU; training and benchmarks/gpu.sh measure their rounding there.

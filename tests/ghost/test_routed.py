@@ -7,7 +7,7 @@ import torch
 
 from dpllm.ghost import NormMethod
 from dpllm.ghost.experts import Routed
-from dpllm.ghost.receivers import join, merge
+from dpllm.ghost.norms import join, merge
 from dpllm.ghost.sums import Sum, Weights
 from dpllm.ghost.unit_gradients import Outer, RowGradients, Rows
 from tests.ghost.loop import squared_norms

@@ -5,7 +5,7 @@ import torch
 
 from dpllm import GhostClipper
 from dpllm.ghost.norm_method import NormMethod
-from dpllm.ghost.receivers import held, merge
+from dpllm.ghost.norms import held, merge
 from dpllm.ghost.sums import Sum, Weights
 from dpllm.ghost.unit_gradients import Instance, Lookup, Outer, RowGradients, Rows
 from tests.ghost.loop import squared_norms
@@ -69,13 +69,13 @@ def units_of(gradient_B, unit_of_row, num_units):
 )
 @kills(
     "the cross term of a tied head is deleted",
-    "dpllm/ghost/receivers.py",
+    "dpllm/ghost/norms.py",
     "sq_norm_U = sq_norm_U + 2 * _cross(x, y, rows)",
     "pass",
 )
 @kills(
     "the rows of a unit behind its first one are deleted from its norm",
-    "dpllm/ghost/receivers.py",
+    "dpllm/ghost/norms.py",
     "    return group.fold(uses[0].input), [group.fold(use.grad) for use in uses]\n",
     (
         "    x, grads = uses[0].input, [use.grad for use in uses]\n"
