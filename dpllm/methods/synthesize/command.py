@@ -40,16 +40,14 @@ def synthesize(
     prompt: texts.PromptTexts = None,
     prompts: texts.PromptFile = None,
     prompt_column: texts.PromptColumn = None,
-    labels: Annotated[
-        str | None, typer.Option(help="Public labels, separated by commas; --prompt contains {label}.")
-    ] = None,
+    labels: Annotated[str | None, typer.Option(help="Public labels, with commas; a prompt has {label}.")] = None,
     label_shares: Annotated[Path | None, typer.Option(help="A .json file with the public share of each label.")] = None,
     count_labels: Annotated[
         str | None,
         typer.Option(help="Count --labels in this private column, with noise."),
     ] = None,
     count_noise: Annotated[
-        float | None, typer.Option(help="Noise divided by the largest change by a unit; default: 20.")
+        float | None, typer.Option(help="Noise over the largest change by a unit. Default: 20.")
     ] = None,
     min_words: Annotated[int, typer.Option(help="Leave out texts with fewer words.", rich_help_panel=FILTERS)] = 1,
     max_words: Annotated[
