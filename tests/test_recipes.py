@@ -133,6 +133,7 @@ def small_run(tmp_path: Path, path: Path) -> list[str]:
     if recipe.model.name is not None:
         overrides += [
             f"model.name={tiny_model(tmp_path / 'model', path.stem.split('_')[0])}",
+            "privacy.dataset=foxes",
             f"data.path={local_data(tmp_path / 'data.jsonl', recipe)}",
             f"data.eval={local_data(tmp_path / 'held_out.jsonl', recipe, 'jumps over the lazy dog ')}",
         ]
@@ -243,7 +244,7 @@ def test_a_recipe_runs_on_a_tiny_model(path, tmp_path, capsys):
         assert words in printed
 
     assert json.loads((output / "privacy_report.json").read_text(encoding="utf-8"))["utility"]
-    with pytest.raises(ValueError, match="already holds"):
+    with pytest.raises(ValueError, match="is completed"):
         finetune.run(load_recipe(path, overrides))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -68,8 +69,20 @@ def verify(
             if result.ok
             else f"{failed} of {len(result.checks)} checks failed: do not rely on the report in {output_dir}."
         )
+        if result.ok:
+            typer.echo(wrapped(_left_to_people(output_dir)))
     if not result.ok:
         raise typer.Exit(1)
+
+
+def _left_to_people(folder: Path) -> str:
+    """Return what the checks leave to people: the report's open points, and whether the program that ran was honest."""
+    from dpllm.report.statement import JSON_FILE
+
+    report = folder / JSON_FILE
+    points = len(json.loads(report.read_text(encoding="utf-8")).get("open_points", ())) if report.is_file() else 0
+    left = f"{points} open point{'' if points == 1 else 's'}: do not release it yet (dpllm report). " if points else ""
+    return f"{left}No check can tell who wrote these files, or whether the training did what they say."
 
 
 def _require_run(folder: Path) -> None:

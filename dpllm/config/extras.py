@@ -10,6 +10,7 @@ import importlib.util
 import logging
 import os
 import sys
+import warnings
 
 from dpllm.config.values import ConfigError
 
@@ -35,6 +36,8 @@ def hush() -> None:
     rarely used. Bars that go to a file or a pipe are drawn twice a minute; TQDM_MININTERVAL sets another interval.
     """
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    # transformers renames it in 5.24; under the new name, earlier versions do not know it.
+    warnings.filterwarnings("ignore", ".*gradient_checkpointing.*is deprecated", FutureWarning)
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_MININTERVAL", "30")
 

@@ -20,7 +20,7 @@ from dpllm.config.privacy_section import (
     PrivacyUnit,
     require_dataset,
 )
-from dpllm.config.recipe import ModelConfig, ReleaseConfig, one_unit
+from dpllm.config.recipe import ModelConfig, ReleaseConfig, one_unit, refuse_shipped_name
 from dpllm.config.recipe_file import UNIT
 from dpllm.config.sections import Number, OneOf, Text, Whole, assign, section
 from dpllm.config.values import ConfigError
@@ -96,6 +96,7 @@ class QueryRecipe:
     def __post_init__(self) -> None:
         """Give both sections the same column of the units."""
         privacy, data = one_unit(self.privacy, self.data)
+        refuse_shipped_name(privacy.dataset, data.path)
         assign(self, privacy=privacy, data=data)
 
     def to_yaml(self) -> str:

@@ -239,6 +239,7 @@ class Recipe:
                 "model.quantization freezes the weights, and those of model.config are random: name a pretrained model "
                 "(model.name), or train one on public text first (public_pretrain)"
             )
+        refuse_shipped_name(privacy.dataset, data.path)
         self._check_trainer(self.train.get("trainer"))
         refuse_drawn_pieces(self.privacy, self.data.long_records)
 
@@ -283,6 +284,23 @@ NESTED: dict[type, dict[str, type]] = {
 
 _Privacy = TypeVar("_Privacy", bound=PrivacyUnit)
 _Data = TypeVar("_Data", bound=DataConfig)
+
+
+_SHIPPED = ("chitchat", "clinic")
+"""Names of the data sets of shipped recipes, whose paths begin with ``builtin:``."""
+
+
+def refuse_shipped_name(dataset: str | None, path: Any) -> None:
+    """Refuse a shipped recipe's name of a data set for other records: report and budget would name the wrong people.
+
+    Raises:
+        ConfigError: ``privacy.dataset`` is such a name, and ``data.path`` is not the shipped one.
+    """
+    if dataset in _SHIPPED and not str(path).startswith("builtin:"):
+        raise ConfigError(
+            f"privacy.dataset={dataset} is the data set of a shipped recipe, and data.path={path} has "
+            "other records: set privacy.dataset to a name of your own, or to null"
+        )
 
 
 def one_unit(privacy: _Privacy, data: _Data) -> tuple[_Privacy, _Data]:

@@ -72,7 +72,10 @@ def unit_index_of(dataset: Any, privacy: PrivacyUnit, rng: np.random.Generator |
         check_column(present, column, "data.columns.unit", dataset)
         draw = rng if privacy.rows_kept == "random" else None
         ids = column_of(dataset, column)
-        units = UnitIndex.from_ids(ids, privacy.max_rows_per_unit, draw, privacy.normalize_ids, column)
+        try:
+            units = UnitIndex.from_ids(ids, privacy.max_rows_per_unit, draw, privacy.normalize_ids, column)
+        except ValueError as error:
+            raise ValueError(f"column {column!r}: {error}") from error
         return _with_notes(units, dataset, column)
     _refuse_pieces(dataset, present)
     if "input_ids" in present and RECORD in present:  # in raw records a column of that name is the user's own

@@ -408,8 +408,9 @@ def _unit_of_each_row(ids: Sequence[Any]) -> Int64Array:
         kind = _kind(value)
         if kind is None:
             raise ValueError(
-                f"row {row} has no usable unit id (it is missing, empty, or neither text nor a whole number), so it "
-                "cannot be protected as part of a user. Fill in the ids, or drop the rows without one"
+                f"row {row}, counted from 0, has no usable unit id (it is missing, empty, or neither text nor a whole "
+                "number), so it cannot be protected as part of a user. Fill in the ids, or drop the rows without one "
+                "(data.missing=drop)"
             )
         if first_kind is None:
             first_kind = kind

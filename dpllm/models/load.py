@@ -241,6 +241,11 @@ def not_loaded(what: str, name: str, error: Exception) -> ConfigError:
     local = Path(name).is_dir()
     offline = " (HF_HUB_OFFLINE is set, so only cached files are used)" if HF_HUB_OFFLINE else ""
     kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+    if local and what == "tokenizer" and not any(Path(name).glob("*token*")):
+        return ConfigError(
+            f"the tokenizer {name!r} cannot be loaded: the folder holds none. Name its folder or Hub id in "
+            "model.tokenizer, or copy the tokenizer files there"
+        )
     if local:
         return ConfigError(
             f"the {what} {name!r} cannot be loaded: {kind}{one_line(error)}. Its files (config.json, weights, "
@@ -248,7 +253,8 @@ def not_loaded(what: str, name: str, error: Exception) -> ConfigError:
         )
     return ConfigError(
         f"the {what} {name!r} cannot be loaded{offline}: there is no local folder of this name, and the Hub returned "
-        f"{kind}{one_line(error)}. Give a local folder, or a Hub name that can be reached"
+        f"{kind}{one_line(error)}. Give a local folder, or a Hub name that can be reached. "
+        "Without either, a recipe such as clinic_notes makes a small model itself (dpllm recipes)"
     )
 
 

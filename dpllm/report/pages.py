@@ -122,7 +122,7 @@ def write_pages(folder: str | Path, texts: Mapping[str, str], ledger: Any = None
 
 
 def in_folder(text: str, folder: str | Path) -> str:
-    """Return a text of a report with the dot in its commands replaced by a folder.
+    """Return a text of a report with the dot in its commands replaced by a folder, and no word about the dot.
 
     A report itself names no folder, since its folder is moved, copied and published.
 
@@ -132,7 +132,7 @@ def in_folder(text: str, folder: str | Path) -> str:
     return re.sub(
         r"\bdpllm (verify|report note|report) \.(?![\w/.])",
         lambda found: f"dpllm {found[1]} {quote(str(folder))}",
-        text,
+        text.replace(f" {WHERE}", ""),
     )
 
 

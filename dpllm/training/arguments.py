@@ -134,6 +134,9 @@ def check_section(section: Mapping[str, Any]) -> Any:
     known = {field.name for field in dataclasses.fields(kind) if field.init}
     for name in section:
         if name not in known and name not in OWN:
+            own = {field.name for field in dataclasses.fields(PrivacyConfig)}
+            if name in own:
+                raise ConfigError(f"train.{name} is unknown; {name} belongs to section privacy: privacy.{name}")
             remedy = nearest(str(name), known) or f": {kind.__name__} has no such argument, leave it out"
             raise ConfigError(f"train.{name} is unknown{remedy}")
     check_train("train", section)

@@ -81,7 +81,7 @@ from dpllm.training.evaluation import HeldOut, HeldOutRows, Measurement, figure_
 from dpllm.training.ledger_notes import OWN_TOKENIZER, PrivateSources
 from dpllm.training.preflight import PLAIN, check_recipe
 from dpllm.training.proposals import complete_recipe
-from dpllm.training.resume import RunCompletedError, begin_in, cut_short, steps_words, to_go_on
+from dpllm.training.resume import RunCompletedError, begin_in, completed, cut_short, steps_words, to_go_on
 from dpllm.training.screen import Phases
 from dpllm.training.signals import StopRequest, end_with_the_launcher, exit_code
 from dpllm.training.trainer import DPTrainer, WhenAttached
@@ -217,7 +217,8 @@ def run_in(recipe: Recipe, args: TrainingArguments, phases: Phases, began: float
     resume = restart.checkpoint
     if not restart.continues and is_used(output / LEDGER_FILE):
         raise ValueError(
-            f"{output} already holds a private run: continue it with train.resume_from_checkpoint=auto, or set "
+            completed(output, read_ledger(output / LEDGER_FILE))
+            or f"{output} already holds a private run: continue it with train.resume_from_checkpoint=auto, or set "
             "train.output_dir to another folder"
         )
 

@@ -77,6 +77,16 @@ def restart_of(folder: str | Path, wanted: str | bool | None) -> Restart:
     return Restart(continues, continues)
 
 
+def completed(folder: Path, ledger: LedgerContents) -> str | None:
+    """Return what to say of a run that took its last step and saved its model; None for any other."""
+    if not (ended_as_planned(ledger) and _has_model(folder, ledger)):
+        return None
+    return (
+        f"The run in {folder} is completed ({ledger.num_steps} steps); there is nothing to resume. Set "
+        "train.output_dir to another folder for another run"
+    )
+
+
 def _to_continue(folder: Path) -> Path | None:
     """Return the checkpoint that "auto" resumes; None where it starts a run. Raises the errors of `restart_of`."""
     checkpoint, passed_over = latest_whole(folder)
@@ -88,11 +98,8 @@ def _to_continue(folder: Path) -> Path | None:
             )
         return None
     ledger = read_ledger(folder / LEDGER_FILE)
-    if ended_as_planned(ledger) and _has_model(folder, ledger):
-        raise RunCompletedError(
-            f"The run in {folder} is completed ({ledger.num_steps} steps); there is nothing to resume. Set "
-            "train.output_dir to another folder for another run"
-        )
+    if (words := completed(folder, ledger)) is not None:
+        raise RunCompletedError(words)
     if not ledger.num_steps:
         return None  # a new run may replace it (`dpllm.privacy.run_folder`)
     if checkpoint is not None:

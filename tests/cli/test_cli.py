@@ -290,7 +290,8 @@ def test_verify_passes_and_fails(folder: Path) -> None:
     contents = read_ledger(folder / "privacy_ledger.jsonl")
     write_report(folder, PrivacyPlan.load(folder / "privacy_plan.json"), contents)
     assert as_json(["verify", str(folder)])["ok"]
-    assert "matches its ledger" in run(["verify", str(folder)])
+    shown, points = run(["verify", str(folder)]), as_json(["report", str(folder)])["open_points"]
+    assert "matches its ledger" in shown and points and f"{len(points)} open point" in shown
     path = folder / "privacy_report.md"
     path.write_text(path.read_text().replace("0.0002", "0.0001"))
     result = CliRunner().invoke(app, ["verify", str(folder)])

@@ -452,6 +452,17 @@ def test_sections_are_ordinary_values(recipe_path: Path) -> None:
     assert recipe.beside["federated"] == FederatedConfig(local_steps=3)
 
 
+@pytest.mark.parametrize("name", ["clinic_notes", "quickstart"])
+def test_the_data_set_of_a_shipped_recipe_is_not_that_of_other_records(name: str) -> None:
+    """Report and budget would name the wrong people; a name of one's own, and none, are accepted."""
+    path = shipped_recipes()[name]
+    assert load_recipe(path).privacy.dataset is not None
+    with pytest.raises(ConfigError, match=r"privacy\.dataset"):
+        load_recipe(path, ["data.path=notes.csv"])
+    for dataset in ("mine", "null"):
+        assert load_recipe(path, ["data.path=notes.csv", f"privacy.dataset={dataset}"]).data.path == "notes.csv"
+
+
 @pytest.mark.parametrize(
     ("text", "place", "words"),
     [
