@@ -10,7 +10,6 @@ does not cover, so it goes to a terminal only; output that is redirected to a fi
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from tqdm import auto, tqdm
 from transformers import ProgressCallback, TrainerControl, TrainerState, TrainingArguments
 
 from dpllm.engines.processes import Processes
-from dpllm.privacy.rounding import epsilon_to_log, format_epsilon
+from dpllm.privacy.rounding import up_significant
 from dpllm.training.step import Progress, unseen
 
 
@@ -214,4 +213,4 @@ def progress_of(callbacks: Iterable[Any]) -> Progress:
 
 
 def _words(epsilon: float) -> str:
-    return f"ε {epsilon_to_log(epsilon):.4g}" if math.isfinite(epsilon) else f"ε {format_epsilon(epsilon)}"
+    return f"ε {up_significant(epsilon)}"

@@ -205,7 +205,7 @@ def test_attention_that_multiplies_what_it_masks_is_refused_by_measurement(atten
     model = build_model(Case("llama", dtype="float32"))
     model.set_attn_implementation(attention)
     inputs, clipper = batch_of(vocabulary=97), GhostClipper(model, 1.0)
-    with pytest.raises(GhostError, match=r"dpllm\.models\.packing"):
+    with pytest.raises(GhostError, match=r"dpllm\.models\.inputs"):
         clipper.check_rows(lambda: losses(model, inputs), torch.arange(4))
     with attention_by_row(model):
         clipper.check_rows(lambda: losses(model, inputs), torch.arange(4))
