@@ -1,9 +1,8 @@
 """The two tiers of the suite: ``make test`` runs ``-m "not deep"``, ``make test-deep`` runs everything.
 
-`deep` marks a test, or one of its cases with `deep_case`, that ``make test`` leaves out. ``make test`` runs a sample of
-each test with three or more ``parametrize`` or with ``@pytest.mark.grid``: any two values of two different axes meet in
-one of its cases, and with ``grid(1)`` every value of every axis appears. A field of a dataclass that is a parameter is
-an axis too.
+`deep` marks a test, or one of its cases with `deep_case`, that ``make test`` leaves out. ``@pytest.mark.grid`` marks a
+parametrised test of which ``make test`` runs a sample: any two values of two different axes meet in one of its cases,
+and with ``grid(1)`` every value of every axis appears. A field of a dataclass that is a parameter is an axis too.
 `needs_shared_data` leaves out tests of real weights and texts where these are not.
 """
 
@@ -40,7 +39,7 @@ def mark_the_rest_of_grids(items: Sequence[pytest.Item]) -> None:
     """Mark as deep the cases of each grid that its sample leaves out."""
     grids: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and _is_in_a_grid(item):
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and item.get_closest_marker("grid"):
             grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in grids.values():
         marker = cases[0].get_closest_marker("grid")
@@ -49,10 +48,6 @@ def mark_the_rest_of_grids(items: Sequence[pytest.Item]) -> None:
         for number, case in enumerate(cases):
             if number not in taken:
                 case.add_marker(deep)
-
-
-def _is_in_a_grid(item: pytest.Function) -> bool:
-    return item.get_closest_marker("grid") is not None or len(list(item.iter_markers("parametrize"))) > 2
 
 
 def sample(cases: Sequence[Sequence[Value]], strength: int) -> set[int]:

@@ -29,6 +29,7 @@ from dpllm.config import (
     save_recipe,
 )
 from dpllm.config.recipe import NESTED
+from dpllm.config.recipe_file import load_query_recipe, method_in
 from dpllm.config.schema import key_tables, recipe_schema
 from dpllm.config.shipped import shipped_recipes
 from dpllm.config.train_values import WARM_UP
@@ -452,15 +453,25 @@ def test_sections_are_ordinary_values(recipe_path: Path) -> None:
     assert recipe.beside["federated"] == FederatedConfig(local_steps=3)
 
 
-@pytest.mark.parametrize("name", ["clinic_notes", "quickstart"])
-def test_the_data_set_of_a_shipped_recipe_is_not_that_of_other_records(name: str) -> None:
+def test_the_data_set_of_a_shipped_recipe_is_not_that_of_other_records() -> None:
     """Report and budget would name the wrong people; a name of one's own, and none, are accepted."""
-    path = shipped_recipes()[name]
-    assert load_recipe(path).privacy.dataset is not None
-    with pytest.raises(ConfigError, match=r"privacy\.dataset"):
-        load_recipe(path, ["data.path=notes.csv"])
-    for dataset in ("mine", "null"):
-        assert load_recipe(path, ["data.path=notes.csv", f"privacy.dataset={dataset}"]).data.path == "notes.csv"
+    of_builtin = []
+    for name, path in shipped_recipes().items():
+        raw = read_yaml(path.read_text(encoding="utf-8"))
+        if str(raw["data"].get("path")).startswith("builtin:") and "dataset" in raw["privacy"]:
+            method = method_in(path)
+            of_builtin.append(name)
+
+            def load(*overrides: str, path: Path = path, method: str | None = method) -> Any:
+                trains = method in (None, "federated")
+                return load_recipe(path, overrides) if trains else load_query_recipe(path, overrides, str(method))
+
+            load()
+            with pytest.raises(ConfigError, match=r"privacy\.dataset"):
+                load("data.path=notes.csv")
+            for dataset in ("mine", "null"):
+                assert load("data.path=notes.csv", f"privacy.dataset={dataset}").data.path == "notes.csv"
+    assert {"clinic_notes", "quickstart", "label_counts", "federated_users"} <= {*of_builtin}
 
 
 @pytest.mark.parametrize(

@@ -124,8 +124,11 @@ class TestPretrained:
 
     def test_a_name_that_cannot_be_loaded_says_so_in_one_line(self, tmp_path, tokenizer):
         """A missing model is one clear error with the remedy."""
-        for load in (lambda m: load_tokenizer(m), lambda m: load_model(m, tokenizer)):
-            with pytest.raises(ConfigError, match="cannot be loaded") as caught:
+        for load, remedy in (
+            (load_tokenizer, r"model\.tokenizer"),
+            (lambda m: load_model(m, tokenizer), "folder again"),
+        ):
+            with pytest.raises(ConfigError, match=remedy) as caught:
                 load(ModelConfig(name=str(tmp_path)))
             assert "\n" not in str(caught.value)
 
